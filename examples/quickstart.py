@@ -1,0 +1,34 @@
+"""Prefill a long prefix once; afterwards every process that asks about it begins at once.
+
+Run it twice: python examples/quickstart.py [MODEL]
+"""
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvkeep import CacheStore
+from kvkeep.demo.models import is_converted, model_folder
+
+HANDBOOK = "You answer from this handbook. " + " ".join(f"Rule {n}: gate {n} closes at {n % 24}:30." for n in range(99))
+
+folder = model_folder("smollm2")  # what `make demo` converted; the hub otherwise
+model_id = (
+    sys.argv[1] if len(sys.argv) > 1 else str(folder) if is_converted(folder) else "HuggingFaceTB/SmolLM2-135M-Instruct"
+)
+tokenizer = AutoTokenizer.from_pretrained(model_id)
+model = AutoModelForCausalLM.from_pretrained(model_id, dtype="float32")
+
+store = CacheStore("cache_store")
+kv = store.bind(model, tokenizer)
+
+messages = [{"role": "system", "content": HANDBOOK}]
+entry = kv.warm(messages, name="quickstart")  # prefills in the first run, and finds it stored in the next
+print(f"stored: {entry.tokens} tokens, {entry.nbytes / 1e6:.1f} MB")
+
+prompt = [*messages, {"role": "user", "content": "When does gate 7 close?"}]
+output = kv.generate(prompt, max_new_tokens=24, do_sample=False)
+
+report = kv.last_report
+print(f"reused: {report.reused_tokens} of {report.prompt_tokens} tokens, loaded in {report.load_seconds:.3f} s")
+print(tokenizer.decode(output[0, report.prompt_tokens :], skip_special_tokens=True))

@@ -1,0 +1,381 @@
+"""A store bound to one live model and tokenizer: everything that needs both."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvkeep import compat
+from kvkeep.chat import stable_prefix
+from kvkeep.drafting import describe, draft_entry, entry_key
+from kvkeep.entry_format import EntryKey
+from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedRequestError
+from kvkeep.generation import attachment_of, refuse
+from kvkeep.identity import LiveIdentity
+from kvkeep.keys import TokenIds
+from kvkeep.layouts import LayerState, describe_layers, fill_cache, plan_layers
+from kvkeep.legacy import Pair, to_pairs
+from kvkeep.prefill import id_tensor, input_device, prefill
+from kvkeep.prompts import is_batch, is_messages, read_ids, read_prompt
+from kvkeep.records import Entry, GenerateReport, Identity, Match
+from kvkeep.storage.entries import EntryFile
+
+if TYPE_CHECKING:
+    from kvkeep.store import CacheStore
+
+log = logging.getLogger("kvkeep")
+
+SLACK = 3
+"""Rows that ``warm`` keeps of a sliding layer beyond its window: a prompt covered to its last token is trimmed by one,
+and text whose last tokens merge with what follows reaches back by two or three (measured on five tokenizers)."""
+
+
+class BoundStore:
+    """A :class:`~kvkeep.CacheStore` for one model: made by ``store.bind(model, tokenizer)``.
+
+    It fingerprints the live model when it is made and checks at each call that the model has not changed since. It
+    does not keep the model alive. A prompt may be text, chat messages, token ids ([tokens] or [1, tokens], as tensor,
+    array or list), or the mapping that a tokenizer returned; ``tools``, ``documents`` and ``chat_template_kwargs`` go
+    to the chat template.
+
+    Attributes:
+        store: the store.
+        tokenizer: the tokenizer or processor, or ``None``.
+        last_report: the report of the latest ``generate`` of any thread, or ``None``.
+    """
+
+    def __init__(
+        self,
+        store: CacheStore,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        model_id: str | None = None,
+        salt: str | None = None,
+        on_report: Callable[[GenerateReport], None] | None = None,
+    ) -> None:
+        self.store = store
+        self.tokenizer = tokenizer
+        self.last_report: GenerateReport | None = None
+        self._on_report = on_report
+        self._live = LiveIdentity(model, tokenizer, model_id=model_id, salt=salt)
+        self._live.current()
+
+    def identity(self) -> Identity:
+        """What entries must have been computed with to be reused here, part by part."""
+        return self._live.current()
+
+    def refresh(self) -> Identity:
+        """Hash the model again, after an update that no check can see."""
+        return self._live.refresh()
+
+    # --- lookup and load ---
+
+    def lookup(
+        self,
+        prompt: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Match:
+        """Say how many leading tokens of the prompt are stored and usable for it, at most one fewer than it has.
+
+        Returns:
+            The match; ``tokens == 0`` is a miss, and ``reason`` says why.
+        """
+        ids = self._read(prompt, tools, documents, chat_template_kwargs)
+        return self.store.find(self.identity(), ids, limit=len(ids) - 1)
+
+    def load(
+        self,
+        prompt: Any,
+        *,
+        cache_implementation: str = "dynamic",
+        max_cache_len: int | None = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any | None:
+        """Rebuild the cache of the longest stored prefix of the prompt, for you to pass on.
+
+        Args:
+            prompt: the whole prompt. The cache covers at most all of its tokens but the last.
+            cache_implementation: ``"dynamic"`` or ``"static"``.
+            max_cache_len: capacity of a static cache in tokens; must leave room for the prompt and what follows.
+
+        Returns:
+            A ``DynamicCache`` or ``StaticCache`` of your own (nothing else holds its tensors), or ``None`` on a miss.
+
+        Raises:
+            InvalidRequestError: for an unknown cache kind, or a static cache without enough room.
+        """
+        ids = self._read(prompt, tools, documents, chat_template_kwargs)
+        cache = self._empty_cache(cache_implementation, max_cache_len, len(ids))
+        return cache if self.fill(cache, ids).tokens else None
+
+    def _read(
+        self,
+        prompt: Any,
+        tools: Sequence[Any] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> TokenIds:
+        read = read_prompt(
+            prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+        )
+        if read.extras:
+            raise UnsupportedRequestError(
+                f"the prompt comes with {', '.join(sorted(read.extras))}, which decide KV beside the token ids; "
+                "only prompts of token ids can be looked up and stored"
+            )
+        return read.ids
+
+    def _empty_cache(self, kind: str, max_cache_len: int | None, tokens: int) -> Any:
+        config = compat.text_config(self._live.model())
+        if kind == "dynamic":
+            if max_cache_len is not None:
+                raise InvalidRequestError("max_cache_len is for cache_implementation='static'; a dynamic cache grows")
+            return compat.dynamic_cache(config)
+        if kind != "static":
+            raise InvalidRequestError(f"cache_implementation must be 'dynamic' or 'static', not {kind!r}")
+        if max_cache_len is None or max_cache_len < tokens:
+            raise InvalidRequestError(
+                f"a static cache needs max_cache_len of at least the prompt's {tokens} tokens plus the new ones"
+            )
+        return compat.static_cache(config, max_cache_len)
+
+    # --- warm and save ---
+
+    def warm(
+        self,
+        prompt: Any,
+        *,
+        name: str | None = None,
+        pin: bool = False,
+        ttl: float | None = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Entry:
+        """Prefill the prompt and store it, unless it is stored already; one process prefills, the others wait for it.
+
+        Chat messages are cut where the template is stable under any continuation.
+
+        Args:
+            prompt: the prefix.
+            name: a name for the entry.
+            pin: keep the named entry from eviction.
+            ttl: let the name expire after so many seconds.
+            progress: called with tokens done and tokens in all. Not called when nothing is prefilled.
+
+        Returns:
+            The entry.
+
+        Raises:
+            UnsupportedCacheError: if this model's cache has a layout that kvkeep does not keep.
+            StoreReadOnlyError, StoreWriteError: if it could not be stored.
+        """
+        if name is None and (pin or ttl is not None):
+            raise InvalidRequestError("pin= and ttl= belong to a name: give name= as well")
+        if is_messages(prompt):
+            ids = stable_prefix(
+                self.tokenizer, prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+            ).ids
+        else:
+            ids = self._read(prompt, tools, documents, chat_template_kwargs)
+        store, key = self.store, entry_key(ids, self.identity(), self.store.namespace_digest)
+        entry = store.get(key.hash())
+        if entry is None:
+            store.check_writable()
+            with store.locked(key.hash()):
+                # Whoever held the lock before may just have stored it.
+                entry = store.get(key.hash()) or self._prefill(key, ids, progress)
+        return entry if name is None else store.name(entry, name, pin=pin, ttl=ttl)
+
+    def _prefill(self, key: EntryKey, ids: TokenIds, progress: Callable[[int, int], None] | None) -> Entry:
+        model, total, began = self._live.model(), len(ids), time.perf_counter()
+        plans = plan_layers(compat.text_config(model))
+        cache = prefill(model, ids, progress=None if progress is None else lambda done: progress(done, total))
+        self.store.journal.prefilled(total, time.perf_counter() - began)
+        states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
+        return self.store.put(draft_entry(key, ids, states, model, self.tokenizer))
+
+    def save(self, cache: Any, input_ids: Any, *, name: str | None = None) -> Entry:
+        """Store a cache that you prefilled yourself: a ``DynamicCache``, a ``StaticCache``, or a legacy tuple.
+
+        Args:
+            cache: the cache of one sequence. It is only read.
+            input_ids: exactly the ids that it holds: after ``generate`` that is one fewer than the sequence has.
+            name: a name for the entry.
+
+        Returns:
+            The entry; the one that was there, if this prefix was stored before.
+
+        Raises:
+            CacheMismatchError: if ids and cache disagree in length, or a layer is not filled.
+            UnsupportedCacheError: naming the class, for a cache or layer that kvkeep does not know.
+            StoreReadOnlyError, StoreWriteError: if it could not be stored.
+        """
+        self.store.check_writable()
+        model, ids = self._live.model(), read_ids(input_ids)
+        states = self._describe(cache, len(ids))
+        key = entry_key(ids, self.identity(), self.store.namespace_digest)
+        entry = self.store.put(draft_entry(key, ids, states, model, self.tokenizer))
+        return entry if name is None else self.store.name(entry, name)
+
+    def to_legacy(self, cache: Any) -> tuple[Pair, ...]:
+        """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim]."""
+        return to_pairs(self._describe(cache, compat.cached_tokens(cache)))
+
+    def _describe(self, cache: Any, length: int) -> list[LayerState]:
+        model = self._live.model()
+        if model.training:
+            raise UnsupportedRequestError("the model is in training mode, where caches are noisy: call model.eval()")
+        return describe(cache, plan_layers(compat.text_config(model)), length)
+
+    # --- generate ---
+
+    def prepare(
+        self,
+        prompt: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The keyword arguments for your own ``model.generate(**inputs, ...)``, with the stored prefix loaded.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` of the whole prompt ([1, tokens]); on a hit also the cache, under the
+            name that this version of transformers takes, and ``cache_implementation=None`` where the model's own
+            generation config asks for a cache kind. They are for one call: ``generate`` changes the cache.
+        """
+        ids = self._read(prompt, tools, documents, chat_template_kwargs)
+        return {**self._model_inputs(ids), **self.arguments(ids)[0]}
+
+    def _model_inputs(self, ids: TokenIds) -> dict[str, Any]:
+        input_ids = id_tensor(ids).to(input_device(self._live.model()))
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+    def generate(
+        self,
+        prompt: Any = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_report: Callable[[GenerateReport], None] | None = None,
+        **generate_kwargs: Any,
+    ) -> Any:
+        """``model.generate``, with the longest stored prefix of the prompt reused instead of computed.
+
+        Takes the arguments of ``model.generate`` and returns what it returns; sequences include the whole prompt. What
+        was reused is in ``last_report``. Modes that are not served yet run without the store, with that reason.
+
+        Raises:
+            UnsupportedRequestError: for ``use_cache=False``, ``inputs_embeds``, a cache of your own, or a model in
+                training mode: a stored prefix cannot serve these; the message says what to do.
+        """
+        model = self._live.model()
+        refuse(model, generate_kwargs)
+        if prompt is None and generate_kwargs.get("input_ids", generate_kwargs.get("inputs")) is None:
+            raise InvalidPromptError("generate needs a prompt: text, chat messages, token ids, or input_ids=")
+        if prompt is not None:
+            for name in ("inputs", "input_ids"):
+                if generate_kwargs.get(name) is not None:
+                    raise InvalidRequestError(f"the prompt was given twice: as the first argument and as {name}=")
+            inputs = self._inputs(prompt, tools, documents, chat_template_kwargs)
+            generate_kwargs = {**inputs, **generate_kwargs}
+        with attachment_of(model).running(model, self) as call:
+            out = model.generate(**generate_kwargs)
+        report = call.finished()
+        if on_report is not None:
+            on_report(report)
+        return out
+
+    def _inputs(
+        self,
+        prompt: Any,
+        tools: Sequence[Any] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        if is_batch(prompt):  # runs without the store, exactly as it was given
+            if not isinstance(prompt, Mapping | torch.Tensor):
+                raise InvalidRequestError(
+                    "several prompts at once: pass what tokenizer(texts, padding=True, return_tensors='pt') returns"
+                )
+            return dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
+        read = read_prompt(
+            prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+        )
+        return {**self._model_inputs(read.ids), **read.extras}
+
+    @contextmanager
+    def attached(self) -> Iterator[BoundStore]:
+        """Within the block ``model.generate`` itself reuses the store, whoever calls it, in every thread.
+
+        A call that the store cannot serve runs as if it were not there, and ``last_report`` has the reason; it never
+        raises for that. Afterwards the model is exactly as before.
+        """
+        self.attach()
+        try:
+            yield self
+        finally:
+            self.detach()
+
+    def attach(self) -> None:
+        """Make ``model.generate`` itself reuse the store until :meth:`detach`."""
+        model = self._live.model()
+        attachment_of(model).attach(model, self)
+
+    def detach(self) -> None:
+        """End the latest :meth:`attach`; does nothing if there is none."""
+        model = self._live.model()
+        attachment_of(model).detach(model, self)
+
+    # --- what the hand-over calls: see kvkeep.generation.Source ---
+
+    def fill(self, cache: Any, ids: TokenIds) -> Match:
+        """Fill an empty cache with the longest stored prefix of ``ids``, at most all but the last."""
+        model = self._live.model()
+
+        def use(file: EntryFile, tokens: int) -> None:
+            def read(number: int, first: int, last: int, targets: Mapping[str, Sequence[memoryview]]) -> None:
+                file.read_rows("layers", number, first, last, targets)
+
+            meta = file.header.meta
+            devices = compat.layer_devices(model, len(meta.layers))
+            fill_cache(cache, meta, file.header.tensors, tokens, read, devices)
+
+        try:
+            return self.store.serve(self.identity(), ids, limit=len(ids) - 1, use=use)
+        except Exception as error:  # whatever is wrong with a store, the caller's work goes on
+            if self.store.on_error == "raise":
+                raise
+            log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self.store.path, error)
+            return Match(tokens=0, entry=None, reason=f"error: {type(error).__name__}: {error}")
+
+    def arguments(self, ids: TokenIds) -> tuple[dict[str, Any], Match]:
+        """A filled cache as arguments for ``generate``, where it cannot be reached from inside; none on a miss."""
+        model = self._live.model()
+        cache = compat.dynamic_cache(compat.text_config(model))
+        match = self.fill(cache, ids)
+        if not match:
+            return {}, match
+        named = compat.names_cache_kind(getattr(model, "generation_config", None))
+        return {compat.GENERATE_CACHE_ARGUMENT: cache, **({"cache_implementation": None} if named else {})}, match
+
+    def reported(self, report: GenerateReport) -> None:
+        """Note what one call reused."""
+        self.last_report = report
+        self.store.journal.generated(report)
+        if self._on_report is not None:
+            self._on_report(report)

@@ -1,0 +1,139 @@
+"""What one process knows of a store's entries, kept up to date with what others do, and the search in it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvkeep.errors import EntryDamagedError
+from kvkeep.keys import TokenIds, common_prefix, prefix_chain
+from kvkeep.matching import PrefixIndex, usable
+from kvkeep.records import Identity
+from kvkeep.storage.entries import EntryFile, EntryFiles
+from kvkeep.storage.fs import Directory
+from kvkeep.storage.index import Index, Row
+
+log = logging.getLogger("kvkeep")
+
+_PARTS = ("weights", "config", "adapters", "dtypes", "tokenizer")
+
+
+class Catalog:
+    """The rows of a store, in memory and in its index. Safe to use from several threads."""
+
+    def __init__(self, directory: Directory, files: EntryFiles, *, on_damage: Callable[[str], None]) -> None:
+        self._files = files
+        self._readonly = directory.readonly
+        self._index = Index(directory, files)
+        self._prefixes = PrefixIndex()
+        self._ids: dict[str, bytes] = {}
+        self._mutex = threading.RLock()
+        self._on_damage = on_damage
+        self._loaded = False
+
+    # --- rows ---
+
+    def rows(self) -> list[Row]:
+        """The row of every entry."""
+        with self._mutex:
+            self._refresh()
+            return self._prefixes.rows()
+
+    def row(self, key: str) -> Row | None:
+        """The row of one entry, as far as it is known."""
+        with self._mutex:
+            self._refresh()
+            return self._prefixes.get(key)
+
+    def add(self, row: Row) -> None:
+        """Add the row of an entry whose file was just published."""
+        with self._mutex:
+            self._index.add(row)
+            self._prefixes.add(row)
+
+    def learn(self, row: Row) -> None:
+        """Take note of an entry that was found on disk before its row."""
+        with self._mutex:
+            self._prefixes.add(row)
+
+    def forget(self, key: str) -> None:
+        """Drop the row of an entry whose file is gone or about to go."""
+        with self._mutex:
+            self._prefixes.discard(key)
+            self._ids.pop(key, None)
+            if not self._readonly:
+                self._index.discard(key)
+
+    def damaged(self, key: str, reason: str, file: EntryFile | None = None) -> None:
+        """Drop a damaged entry and set its file aside; with ``file``, only if that very file still lies there."""
+        log.warning("kvkeep: entry %s is damaged (%s); it is set aside and will be computed again", key, reason)
+        self.forget(key)
+        self._files.quarantine(key, reason, identity=None if file is None else file.identity)
+        self._on_damage(key)
+
+    def _refresh(self) -> None:
+        if self._loaded and not self._index.changed():
+            return
+        rows = self._index.rows()
+        self._prefixes.sync(rows)
+        for key in self._ids.keys() - {row.key for row in rows}:
+            del self._ids[key]
+        self._loaded = True
+
+    # --- search ---
+
+    def search(
+        self, identity: Identity, namespace: bytes, ids: TokenIds, limit: int
+    ) -> tuple[int, Row | None, str | None]:
+        """The most leading tokens of ``ids`` that one entry has and can be trimmed to, at most ``limit``.
+
+        Returns:
+            The tokens, the entry's row, and why it is not more; (0, None, reason) on a miss.
+        """
+        chain = prefix_chain(ids, namespace)
+        tokens, best, obstacle = 0, None, None
+        with self._mutex:
+            self._refresh()
+            for shared, rows in self._prefixes.candidates(identity, namespace.hex(), ids, chain):
+                for row in rows:
+                    if row.start:
+                        continue  # a stretch behind token 0 takes its parents to read, which this version does not
+                    fits, why = usable(row.trims, row.snapshots, row.end, self._common(row, ids), limit)
+                    obstacle = obstacle or why
+                    if fits > tokens:
+                        tokens, best = fits, row
+                if tokens >= shared:  # rows that share fewer blocks cannot share more tokens than this
+                    break
+            if best is None:
+                return 0, None, obstacle or self._explain_miss(identity, ids, chain)
+        if tokens == min(best.end, limit):
+            return tokens, best, None
+        return tokens, best, f"diverged: the stored prefix goes on otherwise at token {tokens}"
+
+    def _common(self, row: Row, ids: TokenIds) -> int:
+        """How many leading ids an entry shares with the prompt; 0 if it cannot be read now."""
+        stored = self._ids.get(row.key)
+        if stored is None:
+            try:
+                with self._files.open(row.key) as file:
+                    stored = file.read_ids().int32
+            except FileNotFoundError:
+                self.forget(row.key)
+                return 0
+            except EntryDamagedError as error:
+                self.damaged(row.key, error.reason)
+                return 0
+            except OSError:
+                return 0
+            self._ids[row.key] = stored
+        return common_prefix(stored, ids.int32)
+
+    def _explain_miss(self, identity: Identity, ids: TokenIds, chain: list[bytes]) -> str:
+        if not len(self._prefixes):
+            return "empty: nothing is stored"
+        for row in self._prefixes.strangers(identity, ids, chain):
+            for part in _PARTS:
+                if getattr(row.identity, part) != getattr(identity, part):
+                    return f"{part}: this prefix is stored, but for other {part}"
+        return "prefix: no stored prefix starts like this prompt"

@@ -1,0 +1,64 @@
+"""``kvkeep rm``: remove entries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvkeep.cli.common import (
+    Format,
+    emit_json,
+    entries_word,
+    entry_to_json,
+    format_option,
+    human_size,
+    one_line,
+    open_store,
+    say,
+    store_option,
+)
+from kvkeep.errors import InvalidRequestError
+
+
+@click.command("rm")
+@click.argument("wanted", metavar="KEY|NAME...", nargs=-1, required=True)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@format_option
+@store_option
+def command(store: Path | None, wanted: tuple[str, ...], yes: bool, dry_run: bool, format: Format) -> None:
+    """Remove entries, given by key, the start of a key (four digits or more) or name, with the names that they have.
+
+    If one of them is not there, nothing is removed. Whoever reads an entry at that moment reads it to the end.
+
+    Example: kvkeep rm handbook 1f3a --dry-run
+    """
+    opened = open_store(store, write=not dry_run)
+    entries = list({entry.key: entry for entry in (opened.entry(text) for text in wanted)}.values())
+    amount = f"{entries_word(len(entries))}, {human_size(sum(entry.nbytes for entry in entries))}"
+    if not dry_run and not yes:
+        for entry in entries:
+            say(one_line(entry))
+        _ask(f"Remove {amount}?")
+    for entry in entries:
+        if not dry_run:
+            opened.remove(entry.key)
+        if format == "human":
+            click.echo(f"{'would remove' if dry_run else 'removed'} {one_line(entry)}")
+    if format == "json":
+        emit_json([entry_to_json(entry) for entry in entries])
+    say(f"would remove {amount}; nothing was removed" if dry_run else f"removed {amount}")
+
+
+def _ask(question: str) -> None:
+    try:
+        agreed = click.confirm(question, err=True)
+    except click.Abort as error:
+        say("")  # ends the line of the question
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise InvalidRequestError("nothing was removed, since nobody answered the question: give --yes") from None
+    if not agreed:
+        say("nothing was removed")
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,1 @@
+"""What the ``kvkeep demo`` command runs, and the small real models it runs on."""

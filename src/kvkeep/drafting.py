@@ -1,0 +1,81 @@
+"""From a live cache to the draft of an entry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvkeep import compat
+from kvkeep._version import __version__
+from kvkeep.compat import LayerPlan
+from kvkeep.entry_format import EntryKey, EntryMeta, tensor_name
+from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
+from kvkeep.fingerprint import chat_template_digest
+from kvkeep.keys import TokenIds, prefix_chain, prefix_hash
+from kvkeep.layouts import DTYPE_NAMES, LayerState, describe_cache, describe_layers, head_buffers
+from kvkeep.legacy import is_legacy, legacy_pairs
+from kvkeep.records import Identity
+from kvkeep.storage.entries import Draft, TensorSource
+
+
+def describe(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerState]:
+    """Describe a cache that holds ``length`` tokens of one sequence: a ``Cache``, or a legacy tuple.
+
+    Raises:
+        UnsupportedCacheError: naming the class, for a cache or layer that kvkeep does not know.
+        CacheMismatchError: if it holds another number of tokens, or a layer is not as the model would fill it.
+    """
+    if is_legacy(cache):
+        return describe_layers(legacy_pairs(cache), plans, length)
+    if not compat.is_known_cache(cache):
+        raise UnsupportedCacheError(f"a {type(cache).__name__} is not a cache that kvkeep can keep")
+    cached = compat.cached_tokens(cache)
+    if cached != length:
+        raise CacheMismatchError(
+            f"the cache holds {cached} tokens and {length} ids were given. The last generated token is never in the "
+            f"cache: if the first {cached} ids are its tokens, save it with input_ids[:, :{cached}]"
+        )
+    return describe_cache(cache, plans, length)
+
+
+def entry_key(ids: TokenIds, identity: Identity, namespace: bytes) -> EntryKey:
+    """The key under which the KV of exactly these ids is kept."""
+    prefix = prefix_hash(ids, len(ids), prefix_chain(ids, namespace))
+    return EntryKey(identity=identity, namespace=namespace.hex(), prefix=prefix.hex())
+
+
+def draft_entry(key: EntryKey, ids: TokenIds, states: Sequence[LayerState], model: Any, tokenizer: Any) -> Draft:
+    """The draft of an entry that starts at token 0. Tensors on the CPU are not copied: they must stay as they are."""
+    tensors = {
+        tensor_name("layers", number, role): _source(rows, number)
+        for number, state in enumerate(states)
+        for role, rows in state.tensors.items()
+    }
+    meta = EntryMeta(
+        key=key,
+        start=0,
+        end=len(ids),
+        layers=tuple(state.record for state in states),
+        created=int(time.time()),
+        creator={"kvkeep": __version__, "transformers": compat.TRANSFORMERS, "torch": torch.__version__},
+        recorded={
+            "attention": compat.attention_implementation(model),
+            "chat_template": chat_template_digest(tokenizer),
+            "model_type": str(getattr(model.config, "model_type", "")),
+        },
+    )
+    chain = prefix_chain(ids, bytes.fromhex(key.namespace))[1:]
+    return Draft(meta=meta, ids=ids, chain=chain, tensors=tensors)
+
+
+def _source(rows: torch.Tensor, number: int) -> TensorSource:
+    dtype = DTYPE_NAMES.get(rows.dtype)
+    if dtype is None:
+        raise UnsupportedCacheError(f"layer {number} of the cache is {rows.dtype}, which the format does not hold")
+    rows = rows.to("cpu")
+    if rows.stride(-1) != 1 or rows.stride(-2) != rows.shape[-1]:
+        rows = rows.contiguous()
+    return TensorSource(dtype=dtype, shape=tuple(rows.shape), parts=head_buffers(rows))

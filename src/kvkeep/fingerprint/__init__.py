@@ -1,0 +1,15 @@
+"""Identity by content: what a model and a tokenizer are, whatever they are called and wherever they lie."""
+
+from kvkeep.fingerprint.config import config_fields
+from kvkeep.fingerprint.model import ModelParts, fingerprint_model
+from kvkeep.fingerprint.tokenizer import chat_template_digest, fingerprint_tokenizer
+from kvkeep.fingerprint.watch import ModelWatch
+
+__all__ = [
+    "ModelParts",
+    "ModelWatch",
+    "chat_template_digest",
+    "config_fields",
+    "fingerprint_model",
+    "fingerprint_tokenizer",
+]

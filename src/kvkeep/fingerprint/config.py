@@ -1,0 +1,126 @@
+"""The part of a configuration that can change a KV cache.
+
+A field stays unless it is known to change nothing: a field too many costs a miss, a field too few a wrong hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from kvkeep.errors import UnsupportedRequestError
+from kvkeep.fingerprint import rope
+from kvkeep.fingerprint.holdings import unwrap
+
+_PROVENANCE = {
+    *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
+    *("custom_pipelines", "tokenizer_class", "processor_class", "finetuning_task", "task_specific_params", "prefix"),
+}
+_DTYPES = {"dtype", "torch_dtype", "use_bfloat16"}  # the tensors themselves say it
+_TOKEN_IDS = {  # what ends or pads a text; ids that stand for pictures and the like stay
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id"),
+}
+_GENERATION = {
+    *(
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+    ),
+    *("temperature", "top_k", "top_p", "typical_p", "diversity_penalty", "repetition_penalty", "length_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values", "return_dict_in_generate"),
+}
+_OUTPUTS = {
+    *("return_dict", "output_attentions", "output_hidden_states", "output_scores", "output_router_logits"),
+    *("use_cache", "torchscript", "tf_legacy_loss", "num_labels", "id2label", "label2id", "problem_type"),
+}
+_TRAINING = {  # besides every dropout probability: a stored cache comes from evaluation mode
+    *("initializer_range", "initializer_factor", "gradient_checkpointing", "layerdrop", "router_aux_loss_coef"),
+}
+_ATTENTION = {
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+}
+DROPPED = frozenset().union(_PROVENANCE, _DTYPES, _TOKEN_IDS, _GENERATION, _OUTPUTS, _TRAINING, _ATTENTION)
+"""Names of the fields that cannot change a KV cache."""
+
+_INERT = {  # shown for every class by some versions only, at values that mean nothing
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "is_decoder": False,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+}
+
+_INTERCHANGEABLE_ATTENTION = frozenset(
+    {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
+)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration that the model's decoder obeys.
+
+    Raises:
+        UnsupportedRequestError: if the model has none.
+    """
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "get_text_config", None)):
+        raise UnsupportedRequestError(
+            f"{type(model).__qualname__} has no transformers configuration in its attribute 'config', and without one "
+            "nothing says how its tensors are used; give bind() the transformers model itself"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def config_fields(model: nn.Module, *, keep_rope: bool = False) -> dict[str, Any]:
+    """The fields of the decoder's configuration that can change KV, as a tree of plain values.
+
+    Args:
+        model: a transformers model.
+        keep_rope: keep the rope settings as found; for models without live frequencies.
+    """
+    config = text_config(unwrap(model))
+    fields = _kept(config.to_dict())
+    if not keep_rope:
+        fields = {name: value for name, value in fields.items() if name not in rope.SETTINGS}
+    heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if "head_dim" not in fields and isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        fields["head_dim"] = width // heads  # some versions write the number, some leave it out
+    attention = attention_name(config)
+    if attention is not None:
+        fields["attn_implementation"] = attention
+    return fields
+
+
+def live_fields(config: Any) -> dict[str, Any]:
+    """The same fields as they stand in the configuration object now; cheap, for comparing with an earlier state."""
+    fields = {name: value for name, value in vars(config).items() if name[0] != "_" and _matters(name, value)}
+    return fields | {"attn_implementation": attention_name(config)}
+
+
+def attention_name(config: Any) -> str | None:
+    """The attention implementation, if it is one that transformers does not ship as an equal of the others."""
+    name = getattr(config, "_attn_implementation", None)
+    return None if name is None or name in _INTERCHANGEABLE_ATTENTION else str(name)
+
+
+def _kept(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop what cannot matter, here and in the configurations inside."""
+    return {
+        name: _kept(value) if isinstance(value, Mapping) and "model_type" in value else value
+        for name, value in fields.items()
+        if _matters(name, value)
+    }
+
+
+def _matters(name: str, value: Any) -> bool:
+    if value is None or name in DROPPED or "dropout" in name or name.endswith("_pdrop"):
+        return False
+    return not (name in _INERT and value == _INERT[name])

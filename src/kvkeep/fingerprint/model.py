@@ -1,0 +1,126 @@
+"""The fingerprint of a live model, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvkeep.fingerprint import config, rope
+from kvkeep.fingerprint.encoding import canonical_json, dtype_name
+from kvkeep.fingerprint.holdings import holdings, plain_name, state, unwrap
+from kvkeep.fingerprint.tensors import tensor_digests
+from kvkeep.keys import digest_fields
+
+_TUNER_STATE = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """What decides a model's KV, in parts that are compared one by one (32 hex digits each).
+
+    Attributes:
+        weights: every parameter and persistent buffer, by name, dtype, shape and content.
+        config: every configuration field and derived constant that can change KV.
+        adapters: which adapters act and how strongly, or ``None`` for the bare model.
+        dtypes: the number formats it computes in: the model's own, and autocast.
+    """
+
+    weights: str
+    config: str
+    adapters: str | None
+    dtypes: str
+
+
+def fingerprint_model(model: nn.Module, *, threads: int | None = None) -> ModelParts:
+    """Hash the live model: equal parts mean the same model, whatever it is called and wherever it was loaded from.
+
+    The weights are read once, by all cores; a model on an accelerator is copied to the host in pieces of 16 MiB.
+    Device, memory layout, file split, path, hub name and wrappers (``torch.compile``, data parallel) do not matter,
+    and neither does it whether equal tensors are tied.
+
+    Args:
+        model: a transformers model.
+        threads: how many threads hash; all cores by default.
+
+    Raises:
+        UnsupportedRequestError: for parts that have no content to hash: parameters on the meta device, tensors that
+            a module hides from ``state_dict()``, settings without a canonical text. The message names the part.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> size = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**size))
+    >>> fingerprint_model(model) == fingerprint_model(model)
+    True
+    """
+    model = unwrap(model)
+    weights, extras = state(model)
+    constants = {holding.name: holding.tensor for holding in holdings(model) if not holding.weight}
+    keyed = {("weight", name): tensor for name, tensor in weights.items()}
+    keyed |= {("constant", name): tensor for name, tensor in constants.items()}
+    digests = tensor_digests(keyed, threads=threads)
+    return ModelParts(
+        weights=_weights_digest({name: digests["weight", name] for name in weights}, extras),
+        config=_config_digest(model, {name: digests["constant", name] for name in constants}),
+        adapters=_adapters_digest(model),
+        dtypes=_dtypes_digest(model),
+    )
+
+
+def _weights_digest(tensors: Mapping[str, bytes], extras: Mapping[str, Any]) -> str:
+    settings = canonical_json(extras, where="state_dict()") if extras else None
+    return digest_fields("kvkeep/weights/1", settings, *_listed(tensors)).hex()
+
+
+def _config_digest(model: nn.Module, constants: Mapping[str, bytes]) -> str:
+    fields = config.config_fields(model, keep_rope=not any(name.endswith(rope.FREQUENCIES) for name in constants))
+    rotary = {plain_name(path): module for path, module in model.named_modules() if hasattr(module, "rope_type")}
+    scalings = {path: rope.scalings(module) for path, module in rotary.items()}
+    dynamic = any(rope.is_dynamic(module) for module in rotary.values())
+    settings = rope.obeyed_settings(config.text_config(model)) if dynamic else None
+    return digest_fields(
+        "kvkeep/config/1",
+        canonical_json(fields, where="config"),
+        canonical_json({"scalings": scalings, "settings": settings}, where="config"),
+        *_listed(constants),
+    ).hex()
+
+
+def _listed(digests: Mapping[str, bytes]) -> list[bytes]:
+    return [field for name in sorted(digests) for field in (name.encode(), digests[name])]
+
+
+def _adapters_digest(model: nn.Module) -> str | None:
+    states = {plain_name(path): adapter_state(module) for path, module in model.named_modules()}
+    active = {path: state for path, state in states.items() if state is not None}
+    return digest_fields("kvkeep/adapters/1", canonical_json(active, where="the adapters")).hex() if active else None
+
+
+def _dtypes_digest(model: nn.Module) -> str:
+    formats = compute_dtypes(model, device_types(model))
+    return digest_fields("kvkeep/dtypes/1", canonical_json(formats, where="the dtypes")).hex()
+
+
+def adapter_state(module: nn.Module) -> dict[str, Any] | None:
+    """Which adapters of a PEFT layer act, how strongly, and whether they are merged; ``None`` for other modules.
+
+    The adapters' tensors are in ``state_dict()``, and so among the weights.
+    """
+    disabled = getattr(module, "disable_adapters", None)
+    if disabled is None or callable(disabled):  # transformers models have a method of this name
+        return None
+    return {name: getattr(module, name, None) for name in _TUNER_STATE}
+
+
+def device_types(model: nn.Module) -> list[str]:
+    """The kinds of device that the model's parameters are on."""
+    return sorted({tensor.device.type for tensor in model.parameters()})
+
+
+def compute_dtypes(model: nn.Module, devices: list[str]) -> dict[str, Any]:
+    """The number formats that a forward pass would use now: the model's, and autocast's where it is on."""
+    autocast = {dtype_name(torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind)}
+    return {"model": getattr(model, "dtype", None), "autocast": sorted(autocast)}

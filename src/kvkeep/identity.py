@@ -1,0 +1,68 @@
+"""The identity of a live model and tokenizer, hashed once and checked at every call."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from kvkeep.errors import InvalidRequestError
+from kvkeep.fingerprint import ModelWatch, fingerprint_model, fingerprint_tokenizer
+from kvkeep.keys import digest_fields, model_digest
+from kvkeep.records import Identity
+
+
+class LiveIdentity:
+    """What entries must have been computed with to be reused by this model. It does not keep the model alive.
+
+    Args:
+        model: the live model.
+        tokenizer: its tokenizer or processor, or ``None``.
+        model_id: the caller's own word for the weights, instead of hashing them.
+        salt: anything that decides KV and that hashing cannot see.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, model_id: str | None, salt: str | None) -> None:
+        self._model = weakref.ref(model)
+        self._tokenizer = fingerprint_tokenizer(tokenizer)
+        self._model_id, self._salt = model_id, salt
+        self._mutex = threading.Lock()
+        self._known: tuple[ModelWatch, Identity] | None = None
+
+    def model(self) -> Any:
+        """The live model. Raises InvalidRequestError if it is gone."""
+        model = self._model()
+        if model is None:
+            raise InvalidRequestError("the model of this bind is gone; bind the store to the one you use now")
+        return model
+
+    def current(self) -> Identity:
+        """The identity as it is now; hashes again if the model has changed since the last call."""
+        with self._mutex:
+            if self._known is None or self._known[0].changed():
+                self._known = self._hash()
+            return self._known[1]
+
+    def refresh(self) -> Identity:
+        """Hash again, after an update that no check can see."""
+        with self._mutex:
+            self._known = self._hash()
+            return self._known[1]
+
+    def _hash(self) -> tuple[ModelWatch, Identity]:
+        model = self.model()
+        watch = ModelWatch(model)  # before hashing: a change meanwhile is then seen at the next call
+        parts = fingerprint_model(model)
+        weights = parts.weights
+        if self._model_id is not None:
+            weights = digest_fields("kvkeep/model-id/1", self._model_id.encode()).hex()
+        if self._salt is not None:
+            weights = digest_fields("kvkeep/salt/1", bytes.fromhex(weights), self._salt.encode()).hex()
+        return watch, Identity(
+            weights=weights,
+            config=parts.config,
+            adapters=parts.adapters,
+            dtypes=parts.dtypes,
+            tokenizer=self._tokenizer,
+            model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
+        )

@@ -1,0 +1,25 @@
+"""How each kind of cache layer is described, allocated and finished, and the table that says which is which."""
+
+from kvkeep.layouts.base import LayerCodec, LayerState
+from kvkeep.layouts.cachemap import (
+    DTYPE_NAMES,
+    describe_cache,
+    describe_layers,
+    fill_cache,
+    head_buffers,
+    plan_layers,
+)
+from kvkeep.layouts.registry import codec_for, register_layer_codec
+
+__all__ = [
+    "DTYPE_NAMES",
+    "LayerCodec",
+    "LayerState",
+    "codec_for",
+    "describe_cache",
+    "describe_layers",
+    "fill_cache",
+    "head_buffers",
+    "plan_layers",
+    "register_layer_codec",
+]

@@ -1,0 +1,145 @@
+"""Codecs of attention layers: full and sliding, grown by concatenation or kept in fixed buffers.
+
+Both kinds store rows. A full layer stores one row a token. A sliding layer with window w needs the last w - 1 rows to
+continue; it may store more, and then it can also be trimmed by as many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvkeep import compat
+from kvkeep.compat import LayerPlan
+from kvkeep.entry_format import LayerRecord
+from kvkeep.layouts.base import LayerState
+
+
+def attention_state(
+    keys: torch.Tensor, values: torch.Tensor, plan: LayerPlan, first: int, length: int, slack: int | None = None
+) -> LayerState:
+    """The state of an attention layer whose ``keys`` and ``values`` ([1, heads, rows, dim]) start at ``first``.
+
+    Raises ``ValueError`` where the tensors are not the rows [first, length) of one sequence, or lack rows that the
+    plan needs. With ``slack``, a sliding layer keeps only that many rows more than it needs.
+    """
+    for name, tensor in (("keys", keys), ("values", values)):
+        if tensor.dim() != 4 or tensor.shape[0] != 1:
+            raise ValueError(f"its {name} have the shape {list(tensor.shape)}; one sequence is [1, heads, rows, dim]")
+        if tensor.shape[2] != length - first:
+            raise ValueError(f"its {name} hold {tensor.shape[2]} rows where tokens [{first}, {length}) need as many")
+    needed = sliding_start(plan, length)
+    if first > needed:
+        raise ValueError(f"it holds rows from token {first} on, and needs them from {needed}")
+    if plan.kind == "sliding" and slack is not None:
+        cut = max(0, needed - slack - first)
+        keys, values, first = keys[:, :, cut:], values[:, :, cut:], first + cut
+    record = LayerRecord(
+        kind=plan.kind,
+        first=first,
+        rows=length - first,
+        tensors={"keys": "rows", "values": "rows"},
+        scalars={"window": plan.window} if plan.kind == "sliding" else {},
+    )
+    return LayerState(record, {"keys": keys[0].detach(), "values": values[0].detach()})
+
+
+def sliding_start(plan: LayerPlan, length: int) -> int:
+    """The first position whose row a layer needs to continue after ``length`` tokens."""
+    return max(0, length - (plan.window - 1)) if plan.kind == "sliding" else 0
+
+
+def _check_rows(record: LayerRecord, first: int, last: int) -> tuple[int, int]:
+    if record.kind not in ("full", "sliding") or set(record.tensors) != {"keys", "values"}:
+        raise ValueError(f"the entry has a layer of kind {record.kind!r} there")
+    if first < record.first or last > record.first + record.rows:
+        raise ValueError(
+            f"it needs rows [{first}, {last}), the entry has [{record.first}, {record.first + record.rows})"
+        )
+    return first, last
+
+
+class DynamicCodec:
+    """``DynamicLayer`` and ``DynamicSlidingWindowLayer``: tensors that every update replaces."""
+
+    def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
+        return attention_state(layer.keys, layer.values, plan, length - layer.keys.shape[-2], length)
+
+    def wanted(self, layer: Any, record: LayerRecord, tokens: int) -> tuple[int, int]:
+        window = getattr(layer, "sliding_window", 0)
+        if window and record.scalars.get("window") != window:
+            raise ValueError(f"the entry's window is {record.scalars.get('window')}, the layer's {window}")
+        return _check_rows(record, max(0, tokens - (window - 1)) if window else 0, tokens)
+
+    def allocate(
+        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        return {role: torch.empty_like(like, device=device) for role, like in rows.items()}
+
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+        compat.fill_dynamic(layer, filled["keys"][None], filled["values"][None], tokens)
+
+
+class StaticCodec:
+    """``StaticLayer``: a buffer for every token there will be, written in place."""
+
+    def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
+        return attention_state(layer.keys[:, :, :length], layer.values[:, :, :length], plan, 0, length)
+
+    def wanted(self, layer: Any, record: LayerRecord, tokens: int) -> tuple[int, int]:
+        if tokens > layer.max_cache_len:
+            raise ValueError(f"its buffers have room for {layer.max_cache_len} tokens")
+        return _check_rows(record, 0, tokens)
+
+    def allocate(
+        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        return {role: buffer[0, :, :tokens] for role, buffer in _buffers(layer, rows, device).items()}
+
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+        compat.set_static_length(layer, tokens)
+
+
+class StaticSlidingCodec:
+    """``StaticSlidingWindowLayer``: a buffer of one window, of which the oldest slot is never read again."""
+
+    def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
+        held = min(length, layer.max_cache_len)
+        return attention_state(layer.keys[:, :, :held], layer.values[:, :, :held], plan, length - held, length)
+
+    def wanted(self, layer: Any, record: LayerRecord, tokens: int) -> tuple[int, int]:
+        window = record.scalars.get("window")
+        size = layer.max_cache_len
+        if not isinstance(window, int) or size > window:
+            raise ValueError(f"the entry's window is {window}, the layer's at least {size}")
+        if size < window and tokens > size:
+            raise ValueError(f"its buffers have room for {size} tokens")
+        oldest = max(0, tokens - size)  # once the window is full, nothing reads the oldest slot: it may stay empty
+        return _check_rows(record, max(oldest, min(record.first, oldest + (tokens >= window))), tokens)
+
+    def allocate(
+        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        held = min(tokens, layer.max_cache_len)
+        return {
+            role: buffer[0, :, held - rows[role].shape[1] : held]
+            for role, buffer in _buffers(layer, rows, device).items()
+        }
+
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+        compat.set_static_length(layer, tokens)
+
+
+def _buffers(layer: Any, rows: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The static layer's own buffers, allocated where that has not happened, and checked to fit one sequence."""
+    if not layer.is_initialized:
+        like = {role: t.new_empty((1, t.shape[0], 0, t.shape[2]), device=device) for role, t in rows.items()}
+        compat.lazy_initialization(layer, like["keys"], like["values"])
+    buffers = {"keys": layer.keys, "values": layer.values}
+    for role, buffer in buffers.items():
+        heads, _, dim = rows[role].shape
+        if buffer.shape[:2] != (1, heads) or buffer.shape[3] != dim or buffer.dtype != rows[role].dtype:
+            raise ValueError(f"its {role} are {list(buffer.shape)} {buffer.dtype}, not one sequence of the entry's")
+    return buffers

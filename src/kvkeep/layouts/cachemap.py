@@ -1,0 +1,173 @@
+"""Whole caches: every layer described, or every layer filled. All layers or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from kvkeep import compat
+from kvkeep.compat import LayerPlan
+from kvkeep.entry_format import EntryMeta, LayerRecord, TensorSpec, tensor_name
+from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
+from kvkeep.layouts.attention import attention_state
+from kvkeep.layouts.base import LayerCodec, LayerState
+from kvkeep.layouts.registry import codec_for
+
+ReadRows = Callable[[int, int, int, Mapping[str, Sequence[memoryview]]], None]
+"""``read(layer, first, last, targets)`` fills the buffers, one a head, with rows [first, last) of the layer."""
+
+_TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+
+def plan_layers(config: Any) -> tuple[LayerPlan, ...]:
+    """The plan of every layer of a model.
+
+    Raises:
+        UnsupportedCacheError: naming the first layer whose kind is not known.
+    """
+    plans = []
+    for number, plan in enumerate(compat.layer_plans(config)):
+        if isinstance(plan, str):
+            raise UnsupportedCacheError(
+                f"layer {number} of this model keeps its state in a {plan}, which kvkeep cannot"
+            )
+        plans.append(plan)
+    return tuple(plans)
+
+
+def describe_cache(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerState]:
+    """Describe every layer of a cache that holds ``length`` tokens of one sequence.
+
+    Raises:
+        UnsupportedCacheError: for a layer class without a codec, naming both.
+        CacheMismatchError: for a layer that is not filled as the model would fill it, saying how.
+    """
+    if compat.is_offloaded(cache):
+        raise UnsupportedCacheError("the cache moves its layers between devices (offloading); save it without that")
+    _check_count(len(cache.layers), plans)
+    codecs = [codec_for(layer, number) for number, layer in enumerate(cache.layers)]
+    states = []
+    for number, (layer, codec, plan) in enumerate(zip(cache.layers, codecs, plans, strict=True)):
+        seen = compat.seen_tokens(layer)
+        if seen != length:
+            raise CacheMismatchError(f"layer {number} of the cache holds {seen} tokens where {length} were expected")
+        try:
+            states.append(codec.describe(layer, plan, length))
+        except ValueError as error:
+            raise CacheMismatchError(f"layer {number} of the cache cannot be saved: {error}") from None
+    return states
+
+
+def describe_layers(
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plans: Sequence[LayerPlan],
+    length: int,
+    *,
+    slack: int | None = None,
+) -> list[LayerState]:
+    """Describe keys and values ([1, heads, rows, dim] each) whose rows end at ``length``, one pair a layer.
+
+    Raises:
+        CacheMismatchError: for a layer whose tensors are not that, naming it.
+    """
+    _check_count(len(layers), plans)
+    states = []
+    for number, ((keys, values), plan) in enumerate(zip(layers, plans, strict=True)):
+        try:
+            first = length - keys.shape[-2]
+            states.append(attention_state(keys, values, plan, first, length, slack))
+        except (ValueError, IndexError) as error:
+            raise CacheMismatchError(f"layer {number} of the cache cannot be saved: {error}") from None
+    return states
+
+
+def _check_count(count: int, plans: Sequence[LayerPlan]) -> None:
+    if count != len(plans):
+        raise CacheMismatchError(f"the cache has {count} layers, the model {len(plans)}: it is another model's")
+
+
+def fill_cache(
+    cache: Any,
+    meta: EntryMeta,
+    tensors: Mapping[str, TensorSpec],
+    tokens: int,
+    read: ReadRows,
+    devices: Sequence[torch.device],
+) -> None:
+    """Make an empty cache hold the first ``tokens`` tokens of an entry, bit for bit.
+
+    Raises:
+        ValueError: where the entry does not fit this cache; nothing was read then.
+        EntryDamagedError, OSError: from ``read``; the cache is empty again then.
+    """
+    codecs = _targets(cache, len(meta.layers))
+    jobs = []
+    for number, (layer, codec, record) in enumerate(zip(cache.layers, codecs, meta.layers, strict=True)):
+        try:
+            first, last = codec.wanted(layer, record, tokens)
+        except ValueError as error:
+            raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
+        jobs.append((number, layer, codec, record, first, last))
+    try:
+        filled = [_fill(*job, tensors, tokens, read, devices[job[0]]) for job in jobs]
+        for (_, layer, codec, *_), rows in zip(jobs, filled, strict=True):
+            codec.finish(layer, rows, tokens)
+    except BaseException:
+        cache.reset()
+        raise
+
+
+def _targets(cache: Any, count: int) -> list[LayerCodec]:
+    if compat.is_offloaded(cache):
+        raise ValueError("the cache moves its layers between devices")
+    replicate = getattr(cache, "layer_class_to_replicate", None)
+    while replicate is not None and len(cache.layers) < count:
+        cache.layers.append(replicate())
+    if len(cache.layers) != count:
+        raise ValueError(f"the entry has {count} layers, the cache {len(cache.layers)}")
+    try:
+        return [codec_for(layer, number) for number, layer in enumerate(cache.layers)]
+    except UnsupportedCacheError as error:
+        raise ValueError(str(error)) from None
+
+
+def _fill(
+    number: int,
+    layer: Any,
+    codec: LayerCodec,
+    record: LayerRecord,
+    first: int,
+    last: int,
+    tensors: Mapping[str, TensorSpec],
+    tokens: int,
+    read: ReadRows,
+    device: torch.device,
+) -> Mapping[str, torch.Tensor]:
+    likes = {}
+    for role in record.roles("rows"):
+        spec = tensors[tensor_name("layers", number, role)]
+        shape = (spec.shape[0], last - first, spec.shape[2])
+        likes[role] = torch.empty(shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
+    targets = codec.allocate(layer, likes, tokens, device)
+    staged = {role: t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for role, t in targets.items()}
+    read(number, first - record.first, last - record.first, {role: head_buffers(t) for role, t in staged.items()})
+    for role, target in targets.items():
+        if target is not staged[role]:
+            target.copy_(staged[role])
+    return targets
+
+
+def head_buffers(rows: torch.Tensor) -> list[memoryview]:
+    """The bytes of each head of [heads, rows, dim], without a copy. Each head must be contiguous and on the CPU."""
+    raw = rows.detach().view(torch.uint8) if rows.dtype != torch.uint8 else rows
+    return [memoryview(cast(Any, head.numpy())).cast("B") for head in raw.unbind(0)]

@@ -1,0 +1,252 @@
+"""Which stored entries share the most with a prompt, by digests alone, and how much of one can be used.
+
+A prompt and an entry share as many blocks of 256 tokens as their chains of digests have in common from the start. The
+entries of one kind lie in the order of their packed chains, so those that share the most with a prompt are around the
+place where the prompt itself would lie, and to both sides they share less and less. Any entry may come or go at any
+time; nothing is assumed of which lengths are there.
+
+What is shared within a block cannot be told from digests, except whether an entry is wholly a prefix of the prompt.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from operator import itemgetter
+
+from kvkeep.entry_format import Media
+from kvkeep.keys import BLOCK, DIGEST_SIZE, TokenIds, common_prefix, prefix_hash
+from kvkeep.records import Identity
+from kvkeep.storage.rows import Row
+
+NEAR = 16
+"""How many rows of a depth are offered on the chance that they share some tokens of one more block."""
+
+_Group = tuple[str, str, str, str, tuple[int, int] | None, tuple[Media, ...]]
+_Place = tuple[bytes, str, Row]  # packed chain from token 0, key, row
+
+
+class PrefixIndex:
+    """Rows, ready to be looked up by prefix. Safe to use from several threads, also while it is iterated over.
+
+    A row that starts behind token 0 is found only while the rows of all its parents are here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: dict[str, Row] = {}
+        self._paths: dict[str, bytes] = {}
+        self._children: dict[str, set[str]] = {}
+        self._shelves: dict[_Group, list[_Place]] = {}  # neither this nor a list in it changes: they are replaced
+
+    # --- contents ---
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, key: str) -> Row | None:
+        """The row of a key."""
+        return self._rows.get(key)
+
+    def rows(self) -> list[Row]:
+        """All rows."""
+        return list(self._rows.values())
+
+    def add(self, row: Row) -> None:
+        """Add a row, in the place of another with its key."""
+        self._update([row], [])
+
+    def discard(self, key: str) -> None:
+        """Remove the row of a key, if it is here."""
+        self._update([], [key])
+
+    def sync(self, rows: Iterable[Row]) -> None:
+        """Hold exactly these rows; one that was here before, as the same object, costs next to nothing."""
+        wanted = {row.key: row for row in rows}
+        gone = self._rows.keys() - wanted.keys()
+        self._update([row for key, row in wanted.items() if self._rows.get(key) is not row], gone)
+
+    # --- lookups ---
+
+    def candidates(
+        self,
+        identity: Identity,
+        namespace: str,
+        ids: TokenIds,
+        chain: Sequence[bytes],
+        *,
+        form: str = "exact",
+        media: tuple[Media, ...] = (),
+        tp: tuple[int, int] | None = None,
+        near: int = NEAR,
+    ) -> Iterator[tuple[int, list[Row]]]:
+        """The rows that may serve a prompt, the deepest shared block first.
+
+        Args:
+            identity: what the prompt's KV would be computed with.
+            namespace: digest of the namespace, 32 hex digits.
+            ids: the prompt.
+            chain: its :func:`~kvkeep.keys.prefix_chain`.
+            form: how the entries are stored.
+            media: what else decides KV.
+            tp: tensor-parallel (size, rank).
+            near: how many rows of a depth to give beyond those that are wholly a prefix of the prompt.
+
+        Yields:
+            (tokens, rows): these rows share the first ``tokens`` ids with the prompt, a multiple of 256, and fewer
+            than 256 more. First those that are wholly a prefix of the prompt, the longest first, and all of them; then
+            at most ``near`` others. The last tokens are 0: no whole block shared.
+        """
+        group = (identity.model, identity.tokenizer, namespace, form, tp, media)
+        for tokens, whole, others in _around(self._shelves.get(group, []), ids, chain):
+            yield tokens, whole + list(islice(others, near))
+
+    def strangers(self, identity: Identity, ids: TokenIds, chain: Sequence[bytes]) -> list[Row]:
+        """Rows that share tokens with a prompt but were computed with something else, the most shared first."""
+        found: list[tuple[int, str, Row]] = []
+        for group, places in self._shelves.items():
+            if group[:2] == (identity.model, identity.tokenizer):
+                continue
+            nearest = next(_around(places, ids, chain), None)  # what shares less explains less
+            if nearest is not None:
+                tokens, whole, others = nearest
+                row = whole[0] if whole else next(others)
+                found.append((row.end if whole else tokens, row.key, row))
+        return [row for tokens, _, row in sorted(found, key=itemgetter(0, 1), reverse=True) if tokens]
+
+    # --- inside ---
+
+    def _update(self, add: Iterable[Row], discard: Iterable[str]) -> None:
+        with self._lock:
+            shelves: dict[_Group, list[_Place]] = {}
+            for key in discard:
+                self._take_out(key, shelves)
+            for row in add:
+                self._take_out(row.key, shelves)
+                self._rows[row.key] = row
+                if row.parent is not None:
+                    self._children.setdefault(row.parent, set()).add(row.key)
+                self._place(row.key, shelves)
+            kept = {group: places for group, places in (self._shelves | shelves).items() if places}
+            self._shelves = kept
+
+    def _take_out(self, key: str, shelves: dict[_Group, list[_Place]]) -> None:
+        row = self._rows.get(key)
+        if row is None:
+            return
+        waiting = [key]
+        while waiting:  # its children cannot be found without it
+            name = waiting.pop()
+            path = self._paths.pop(name, None)
+            if path is not None:
+                shelf = self._shelf(self._rows[name], shelves)
+                del shelf[bisect_left(shelf, (path, name))]
+                waiting.extend(self._children.get(name, ()))
+        del self._rows[key]
+        if row.parent is not None:
+            siblings = self._children[row.parent]
+            siblings.discard(key)
+            if not siblings:
+                del self._children[row.parent]
+
+    def _place(self, key: str, shelves: dict[_Group, list[_Place]]) -> None:
+        """Put a row where lookups find it, if its parents are there, and then the children that waited for it."""
+        waiting = [key]
+        while waiting:
+            row = self._rows[waiting.pop()]
+            path = self._path(row)
+            if path is not None:
+                self._paths[row.key] = path
+                insort(self._shelf(row, shelves), (path, row.key, row))
+                waiting.extend(self._children.get(row.key, ()))
+
+    def _path(self, row: Row) -> bytes | None:
+        """The packed chain from token 0 on, as far as the parents are here."""
+        if row.parent is None:
+            return row.chain
+        parent, path = self._rows.get(row.parent), self._paths.get(row.parent)
+        if parent is None or path is None or parent.end < row.start or _group(parent)[:5] != _group(row)[:5]:
+            return None
+        return path[: row.start // BLOCK * DIGEST_SIZE] + row.chain
+
+    def _shelf(self, row: Row, shelves: dict[_Group, list[_Place]]) -> list[_Place]:
+        """A copy of the group's list, to be changed and published at the end."""
+        group = _group(row)
+        if group not in shelves:
+            shelves[group] = list(self._shelves.get(group, ()))
+        return shelves[group]
+
+
+def _group(row: Row) -> _Group:
+    return row.identity.model, row.identity.tokenizer, row.namespace, row.form, row.tp, row.media
+
+
+def _around(
+    places: list[_Place], ids: TokenIds, chain: Sequence[bytes]
+) -> Iterator[tuple[int, list[Row], Iterator[Row]]]:
+    """Walk from the prompt's own place outwards: shared tokens, rows that are wholly a prefix of it, other rows."""
+    path = b"".join(chain[1:])
+    low = high = bisect_left(places, (path,))
+    while low > 0 or high < len(places):
+        ends = [at for at in (low - 1, high) if 0 <= at < len(places)]
+        depth = max(common_prefix(places[at][0], path, DIGEST_SIZE) for at in ends)
+        shared = path[: depth * DIGEST_SIZE]
+        below = bisect_left(places, (shared,), hi=low)
+        above = bisect_right(places, shared, lo=high, key=lambda place: place[0][: len(shared)])
+        whole = _whole(places, below if shared != path else high, shared, ids, chain)
+        keys = {row.key for row in whole}
+        span = (islice(places, below, low), islice(places, high, above))
+        yield depth * BLOCK, whole, (place[2] for part in span for place in part if place[1] not in keys)
+        low, high = below, above
+
+
+def _whole(places: list[_Place], at: int, shared: bytes, ids: TokenIds, chain: Sequence[bytes]) -> list[Row]:
+    """Of the rows from ``at`` on that have no more than the shared blocks, those whose rest is the prompt's too."""
+    hashes: dict[int, str] = {}
+    found = []
+    for place in islice(places, at, None):
+        if place[0] != shared:
+            break
+        row = place[2]
+        if row.end <= len(ids):
+            if row.end not in hashes:
+                hashes[row.end] = prefix_hash(ids, row.end, chain).hex()
+            if hashes[row.end] == row.prefix:
+                found.append(row)
+    return sorted(found, key=lambda row: row.end, reverse=True)
+
+
+def usable(
+    trims: Iterable[tuple[int, int]], snapshots: bool, end: int, common: int, limit: int, *, start: int = 0
+) -> tuple[int, str | None]:
+    """How many leading tokens of an entry a prompt can use.
+
+    Args:
+        trims: (first stored row, window or 0) of its layers with rows; see :class:`~kvkeep.storage.rows.Row`.
+        snapshots: whether it holds state that is valid at ``end`` only.
+        end: the entry's tokens.
+        common: how many leading ids it shares with the prompt.
+        limit: how many tokens the prompt can use at most.
+        start: where the entry's file starts; rows before are for its parents to give.
+
+    Returns:
+        The tokens, and why it is 0 although something is shared: a reason for a :class:`~kvkeep.Match`.
+    """
+    tokens = min(common, limit)
+    if tokens >= end:
+        return end, None
+    if tokens <= start:
+        return 0, None
+    obstacle: str | None = None
+    if snapshots:
+        obstacle = "its state is valid at its end alone"
+    for first, window in trims:
+        # The next token attends to window - 1 tokens before it; more tokens never need an earlier row.
+        if first > max(start, tokens - (window - 1) if window else 0):
+            kind = f"sliding layers (window {window})" if window else "full layers"
+            obstacle = f"its {kind} keep no rows before token {first}"
+    if obstacle is None:
+        return tokens, None
+    return 0, f"trim: the prompt can use {tokens} of the entry's {end} tokens, and {obstacle}"

@@ -1,0 +1,63 @@
+"""Prefill: the forward pass that computes a prefix's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvkeep import compat
+from kvkeep.errors import UnsupportedCacheError
+from kvkeep.keys import TokenIds
+
+CHUNK = 512
+"""Tokens a forward pass: bounds the memory of activations and lets long work show its progress."""
+
+
+def prefill(model: Any, ids: TokenIds, *, progress: Callable[[int], None] | None = None) -> Any:
+    """Compute the cache of ``ids`` with every row of every layer kept, without dropout and without gradients.
+
+    The model's training mode is restored afterwards. ``progress`` is called with the number of tokens done.
+
+    Raises:
+        UnsupportedCacheError: if the model did not fill the cache it was given.
+    """
+    cache = compat.complete_cache()
+    inputs = id_tensor(ids).to(input_device(model))
+    arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}
+    if compat.takes(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = 1
+    with _evaluating(model), torch.no_grad():
+        for begin in range(0, len(ids), CHUNK):
+            model(input_ids=inputs[:, begin : begin + CHUNK], **arguments)
+            if progress is not None:
+                progress(min(begin + CHUNK, len(ids)))
+    if compat.cached_tokens(cache) != len(ids):
+        raise UnsupportedCacheError(
+            f"{type(model).__name__} left {compat.cached_tokens(cache)} tokens in the cache it was given for {len(ids)}"
+        )
+    return cache
+
+
+def id_tensor(ids: TokenIds) -> torch.Tensor:
+    """The ids as an int64 tensor of shape [1, tokens], on the CPU."""
+    return torch.frombuffer(bytearray(ids.int64), dtype=torch.int64)[None]
+
+
+def input_device(model: Any) -> torch.device:
+    """The device that token ids are fed on: that of the input embeddings."""
+    return torch.device(model.get_input_embeddings().weight.device)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    try:
+        if training:
+            model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,1 @@
+"""What is on disk: files under one root, entries, their index, locks, names and journal. Free of torch and numpy."""

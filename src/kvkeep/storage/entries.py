@@ -1,0 +1,127 @@
+"""The entries of a store: one immutable file each, at a path made of its key's digits alone."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+
+from kvkeep.entry_format import Header
+from kvkeep.errors import EntryDamagedError, InvalidRequestError, StoreError
+from kvkeep.settings import Verify
+from kvkeep.storage import entry_writer
+from kvkeep.storage.entry_reader import EntryFile
+from kvkeep.storage.entry_writer import Draft, TensorSource
+from kvkeep.storage.fs import Directory
+from kvkeep.storage.verified import FileIdentity
+
+__all__ = ["Draft", "EntryFile", "EntryFiles", "FileIdentity", "TensorSource"]
+
+ENTRIES = "entries"
+QUARANTINE = "quarantine"
+SUFFIX = ".safetensors"
+
+_KEY = re.compile(r"[0-9a-f]{32}")
+_NOT_A_FILE = {errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO}
+
+
+class EntryFiles:
+    """The files under ``entries/``.
+
+    Args:
+        directory: the store.
+        verify: ``"first"`` checks what is read against its digests once a process, ``"always"`` each time, ``"never"``
+            not at all. The header is checked at every open.
+    """
+
+    def __init__(self, directory: Directory, *, verify: Verify = "first") -> None:
+        self._directory = directory
+        self._verify: Verify = verify
+
+    def put(self, draft: Draft) -> tuple[Header, bool]:
+        """Store an entry durably, in one pass over its data; nothing is there if this raises.
+
+        Returns:
+            The header of the stored entry, and whether it is this one: ``False`` if its key was stored before. The
+            first one stays, and its header may then describe another stretch.
+
+        Raises:
+            InvalidRequestError: if the draft does not fit together.
+            StoreReadOnlyError, StoreWriteError: if it cannot be stored.
+        """
+        planned = entry_writer.plan(draft)
+        key = planned.meta.key.hash()
+        stored = self._stored(key)
+        if stored is not None:
+            return stored, False
+        with self._directory.temporary(SUFFIX) as temporary:
+            header = entry_writer.write(temporary, draft, planned)
+            if self._directory.publish(temporary, *_name(key)):
+                return header, True
+        return self._stored(key) or header, False
+
+    def _stored(self, key: str) -> Header | None:
+        """The header that is stored under a key, if it can be read; one that is damaged makes way."""
+        try:
+            with self.open(key) as file:
+                return file.header
+        except OSError:
+            return None
+        except EntryDamagedError as error:
+            self.quarantine(key, error.reason)
+            return None
+
+    def open(self, key: str) -> EntryFile:
+        """Open an entry and check its header.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            EntryDamagedError: if what is there is not a sound entry of this key.
+            OSError: if it cannot be read.
+        """
+        name = _name(key)
+        try:
+            fd = self._directory.open_read(*name)
+        except OSError as error:
+            if error.errno in _NOT_A_FILE:
+                raise EntryDamagedError(f"what lies at the entry's path is not a file ({error.strerror})") from None
+            raise
+        return EntryFile(fd, key, self._verify)
+
+    def keys(self) -> Iterator[str]:
+        """The keys that are on disk, in order."""
+        for part in self._directory.names(ENTRIES):
+            with suppress(NotADirectoryError):
+                for name in self._directory.names(ENTRIES, part):
+                    key = name.removesuffix(SUFFIX)
+                    if _KEY.fullmatch(key) and (part, name) == (key[:2], key + SUFFIX):
+                        yield key
+
+    def size(self, key: str) -> int:
+        """Bytes of an entry's file, its room included. ``FileNotFoundError`` if there is none."""
+        return self._directory.stat(*_name(key)).st_size
+
+    def remove(self, key: str) -> bool:
+        """Remove an entry; ``False`` if there was none. Whoever has it open reads it to the end."""
+        return self._directory.remove(*_name(key))
+
+    def quarantine(self, key: str, reason: str, *, identity: FileIdentity | None = None) -> None:
+        """Set a bad entry aside, with a note that says why. Never raises; a read-only store leaves it where it is.
+
+        With ``identity`` only that very file is set aside: not the good one that another process may have put in its
+        place meanwhile.
+        """
+        with suppress(StoreError, OSError):
+            taken = set(self._directory.names(QUARANTINE))
+            number = next(n for n in range(len(taken) + 1) if f"{key}-{n}{SUFFIX}" not in taken)
+            if identity is not None and FileIdentity.of(self._directory.stat(*_name(key))) != identity:
+                return
+            if self._directory.move(_name(key), (QUARANTINE, f"{key}-{number}{SUFFIX}")):
+                self._directory.write_atomic(QUARANTINE, f"{key}-{number}.txt", data=f"{reason}\n".encode())
+
+
+def _name(key: str) -> tuple[str, str, str]:
+    if not _KEY.fullmatch(key):
+        raise InvalidRequestError(f"{key!r} is not an entry's key: it has 32 hex digits")
+    return ENTRIES, key[:2], key + SUFFIX

@@ -1,0 +1,259 @@
+"""The rows of the index in ``index/cache.db``, a diskcache database that any number of processes share.
+
+diskcache writes. Reading goes past it: one statement over a connection of our own gives every row, and SQLite's
+``data_version`` tells when another connection has written. Should a diskcache ever lay its table out differently, the
+statement fails, which makes the database one to replace.
+
+Nothing that a database holds is believed: a table, setting or row that this module did not write makes all of it
+damaged, and a damaged database is replaced, never mended. Not for several threads; the index locks.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvkeep.storage.fs import Directory
+from kvkeep.storage.locks import KeyLocks
+from kvkeep.storage.row_checks import SETTINGS, DamagedDatabaseError, check_contents, checked_row, checksum
+from kvkeep.storage.rows import Row
+
+_FOLDER = "index"
+_FILE = "cache.db"
+_FILES = (_FILE, "cache.db-wal", "cache.db-shm", "cache.db-journal")
+_LOCK = "index"
+_TIMEOUT = 5.0
+_MANY = 500
+
+_PASSING = ("locked", "busy", "full", "unable to open", "I/O error")
+_SELECT = "SELECT rowid, key, raw, expire_time, tag, mode, filename, value FROM Cache"
+
+
+class UnusableDatabaseError(Exception):
+    """The database cannot be opened or written at the moment, whatever it holds."""
+
+
+class RowDatabase:
+    """The shared database, and its rows as of the last refresh.
+
+    Attributes:
+        rows: the rows by key.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self.rows: dict[str, Row] = {}
+        self._directory = directory
+        self._locks = KeyLocks(directory)
+        self._reader: sqlite3.Connection | None = None
+        self._closer: weakref.finalize[..., RowDatabase] | None = None
+        self._cache: Any = None
+        self._file: tuple[int, int] | None = None  # the database seen last
+        self._read_from: tuple[int, int] | None = None  # the one that the rows come from
+        self._version = 0
+        self._times: dict[int, float] = {}
+        self._keys: dict[int, str] = {}
+
+    def close(self) -> None:
+        """Let go of the connection, for instance before a fork; the next call opens it again."""
+        if self._closer is not None:
+            self._closer()
+        self._reader = self._closer = None
+
+    def adopt(self) -> None:
+        """Take the database that is there for the one last seen, so that :meth:`replace` replaces it."""
+        try:
+            self._file = self._identity()
+        except OSError:
+            self._file = None
+
+    def changed(self) -> bool:
+        """Whether the rows may differ from those of the last refresh."""
+        if self._reader is None:
+            return True
+        try:
+            return self._identity() != self._file or _data_version(self._reader) != self._version
+        except (OSError, sqlite3.Error):
+            return True
+
+    def refresh(self) -> bool:
+        """Bring ``rows`` up to date, reading only what is new. ``True`` if the database is another one than before."""
+        with _translated():
+            reader = self._open()
+            reader.execute("BEGIN")  # one state of the database for all statements
+            try:
+                times = dict(reader.execute("SELECT rowid, store_time FROM Cache"))
+                self._version = _data_version(reader)
+                fresh = [rowid for rowid, _ in times.items() - self._times.items()]
+                found = [checked_row(*record) for record in _records(reader, fresh)]
+            finally:
+                if reader.in_transaction:
+                    reader.execute("ROLLBACK")
+            for rowid in self._times.keys() - times.keys() | set(fresh):
+                self.rows.pop(self._keys.pop(rowid, ""), None)
+            for rowid, row in found:
+                self._keys[rowid] = row.key
+                self.rows[row.key] = row
+            self._times = times
+            if len(self.rows) != len(times):
+                raise DamagedDatabaseError("it holds an entry twice")
+            before, self._read_from = self._read_from, self._file
+            return before != self._file
+
+    def write(self, add: Iterable[Row], discard: Iterable[str]) -> None:
+        """Add or replace rows and remove others, in one transaction. ``rows`` shows it after the next refresh."""
+        with _translated():
+            reader = self._open()  # checks it
+            with self._locks.hold(_LOCK, timeout=_TIMEOUT):
+                file = self._find()
+                missing = self._write(add, discard)
+                if self._find() != file:
+                    raise DamagedDatabaseError("it was removed while it was written")
+            for key in self.rows.keys() & set(missing):
+                if reader.execute("SELECT 1 FROM Cache NOT INDEXED WHERE key = ?", (key,)).fetchall():
+                    raise DamagedDatabaseError("a row in it cannot be found by its key")
+
+    def replace(self, rows: Callable[[], Iterable[Row]]) -> None:
+        """Put a new database in the place of the one last seen, unless another process has done so.
+
+        Args:
+            rows: gives its rows. It is called while no other process can write.
+        """
+        with _translated(), self._locks.hold(_LOCK, timeout=_TIMEOUT) as alone:
+            if not alone:
+                raise UnusableDatabaseError("another process has held its lock for too long")
+            try:
+                current: tuple[int, int] | None = self._identity()
+            except OSError:
+                current = None
+            if current not in (None, self._file):
+                return
+            self.close()
+            self._cache = self._file = self._read_from = None
+            self._clear()
+            os.close(self._directory.open_lock(_FOLDER, _FILE))  # SQLite gives its other files the modes of this one
+            self._write(rows(), ())
+            self._file = self._read_from = self._identity()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        try:
+            folder = stat.S_ISDIR(self._directory.stat(_FOLDER).st_mode)
+        except FileNotFoundError:
+            folder = True
+        for name in ((_FOLDER, file) for file in _FILES) if folder else [(_FOLDER,)]:
+            self._directory.remove(*name)
+
+    def _write(self, add: Iterable[Row], discard: Iterable[str]) -> list[str]:
+        """Write, and return which of the rows to discard diskcache did not find."""
+        from kvkeep.storage import json_disk  # diskcache takes long to import, and most processes only read
+
+        try:
+            if self._cache is None:
+                _check_writable(self._directory.path(_FOLDER, _FILE))
+                self._cache = json_disk.open_cache(self._directory.path(_FOLDER), SETTINGS, _TIMEOUT)
+            try:
+                with self._cache.transact():
+                    for row in add:
+                        text = row.to_json()
+                        self._cache.set(row.key, text, tag=checksum(text))
+                    missing = [key for key in discard if not self._cache.delete(key)]
+            finally:
+                self._cache.close()
+        except json_disk.Timeout:
+            raise UnusableDatabaseError("other processes keep it busy") from None
+        return missing
+
+    def _identity(self) -> tuple[int, int]:
+        status = self._directory.stat(_FOLDER, _FILE)
+        return status.st_dev, status.st_ino
+
+    def _find(self) -> tuple[int, int]:
+        """The identity of the database file; checks that all its files are plain, for SQLite follows links."""
+        try:
+            identity = self._identity()
+            for name in _FILES:
+                try:
+                    status = self._directory.stat(_FOLDER, name)
+                except FileNotFoundError:
+                    continue
+                if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+                    raise DamagedDatabaseError(f"{_FOLDER}/{name} is not a plain file")
+            return identity
+        except FileNotFoundError:
+            raise DamagedDatabaseError("there is none") from None
+        except OSError as error:
+            raise DamagedDatabaseError(str(error)) from None
+
+    def _open(self) -> sqlite3.Connection:
+        """The connection to the database that is there now, checked."""
+        try:
+            file = self._find()
+        except DamagedDatabaseError:
+            self.close()
+            self.adopt()  # this is the one to replace
+            raise
+        if self._reader is not None and file == self._file:
+            return self._reader
+        self.close()
+        self._file = file
+        # The lock keeps others from replacing the database between the opening of its several files.
+        with self._locks.hold(_LOCK, timeout=_TIMEOUT):
+            reader = sqlite3.connect(
+                self._directory.path(_FOLDER, _FILE).as_uri() + "?mode=rw",
+                uri=True,
+                timeout=_TIMEOUT,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            try:
+                for pragma in ("query_only = 1", "mmap_size = 0", "trusted_schema = 0"):
+                    reader.execute(f"PRAGMA {pragma}")
+                check_contents(reader)
+            except BaseException:
+                reader.close()
+                raise
+        self._reader, self._closer = reader, weakref.finalize(self, reader.close)
+        return reader
+
+
+def _data_version(reader: sqlite3.Connection) -> int:
+    return int(reader.execute("PRAGMA data_version").fetchone()[0])
+
+
+def _check_writable(path: Path) -> None:
+    """Find out in ``_TIMEOUT`` seconds what a diskcache that opens takes minutes for: that others keep it locked."""
+    connection = sqlite3.connect(path, timeout=_TIMEOUT, isolation_level=None)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+    finally:
+        connection.close()
+
+
+def _records(reader: sqlite3.Connection, rowids: list[int]) -> list[tuple[Any, ...]]:
+    if len(rowids) > _MANY:
+        wanted = set(rowids)
+        return [record for record in reader.execute(_SELECT).fetchall() if record[0] in wanted]
+    marks = ",".join("?" * len(rowids))
+    return reader.execute(f"{_SELECT} WHERE rowid IN ({marks})", rowids).fetchall()
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn what SQLite, diskcache and the system raise into the two errors of this module."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        kind = UnusableDatabaseError if any(word in str(error) for word in _PASSING) else DamagedDatabaseError
+        raise kind(str(error)[:100]) from error  # some messages quote what was found
+    except (sqlite3.Error, ValueError) as error:
+        raise DamagedDatabaseError(str(error)[:100]) from error
+    except OSError as error:
+        raise UnusableDatabaseError(str(error)) from error

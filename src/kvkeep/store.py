@@ -1,0 +1,320 @@
+"""The store: entries in a directory, found by prefix, served with every check, shared by any number of processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.catalog import Catalog
+from kvkeep.entry_format import Header
+from kvkeep.errors import (
+    EntryDamagedError,
+    EntryNotFoundError,
+    InvalidRequestError,
+    StoreNotFoundError,
+    StoreReadOnlyError,
+)
+from kvkeep.keys import TokenIds, namespace_digest
+from kvkeep.records import Entry, GenerateReport, Identity, Match
+from kvkeep.settings import OnError, Verify, default_store_path
+from kvkeep.storage import skeleton
+from kvkeep.storage.entries import Draft, EntryFile, EntryFiles
+from kvkeep.storage.fs import Directory
+from kvkeep.storage.index import Row
+from kvkeep.storage.journal import Journal
+from kvkeep.storage.locks import KeyLocks
+from kvkeep.storage.refs import Ref, Refs
+
+if TYPE_CHECKING:
+    from kvkeep.bound import BoundStore
+
+log = logging.getLogger("kvkeep")
+
+ATTEMPTS = 8
+"""How many entries a lookup may lose to damage or removal before it gives up; each loss is remembered."""
+
+
+class CacheStore:
+    """A directory of prefilled KV caches.
+
+    Any number of processes may use one directory at once and may be killed at any moment. The directory is made when
+    it does not exist, unless the store is read-only.
+
+    Args:
+        path: the directory; ``None`` means ``$KVKEEP_STORE``, else a folder in the user's cache directory.
+        namespace: keeps tenants apart: nothing stored under one is ever found under another.
+        readonly: never write, not even an index; for stores on a read-only mount or owned by somebody else.
+        shared: let the directory's group read and write (modes 2770 and 0440) instead of this user alone.
+        verify: ``"first"`` checks the digests of what is read once a process, ``"always"`` each time, ``"never"`` not.
+        on_error: ``"miss"`` turns an unreadable store into a miss with a reason; ``"raise"`` raises.
+        lock_timeout: seconds to wait for another process that prefills the same prefix.
+
+    Raises:
+        StoreNotFoundError: if the directory is absent and ``readonly`` is set.
+        StoreFormatError: if the directory is something else, or a store of a newer format.
+
+    Example:
+        >>> store = CacheStore(getfixture("tmp_path") / "store")
+        >>> store.entries()
+        []
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        namespace: str = "",
+        readonly: bool = False,
+        shared: bool = False,
+        verify: Verify = "first",
+        on_error: OnError = "miss",
+        lock_timeout: float = 600.0,
+    ) -> None:
+        if verify not in ("first", "always", "never"):
+            raise InvalidRequestError(f"verify must be 'first', 'always' or 'never', not {verify!r}")
+        if on_error not in ("miss", "raise"):
+            raise InvalidRequestError(f"on_error must be 'miss' or 'raise', not {on_error!r}")
+        self.path = Path(path) if path is not None else default_store_path()
+        self.namespace = namespace
+        self.namespace_digest = namespace_digest(namespace)
+        self.readonly = readonly
+        self.on_error = on_error
+        self.lock_timeout = lock_timeout
+        if not readonly:
+            skeleton.init(self.path, shared=shared)
+        skeleton.check(self.path)
+        self._directory = Directory(self.path, readonly=readonly, shared=shared)
+        self._files = EntryFiles(self._directory, verify=verify)
+        self.journal = Journal(self._directory)
+        self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged)
+        self._locks = KeyLocks(self._directory)
+        self._refs = Refs(self._directory)
+
+    def __repr__(self) -> str:
+        return f"CacheStore({str(self.path)!r})"
+
+    def bind(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        model_id: str | None = None,
+        salt: str | None = None,
+        on_report: Callable[[GenerateReport], None] | None = None,
+    ) -> BoundStore:
+        """Fingerprint the live model and tokenizer, and return the store as it is for exactly these.
+
+        Args:
+            model: a transformers model that can generate. It is not kept alive.
+            tokenizer: its tokenizer or processor; ``None`` if you only ever pass token ids.
+            model_id: your own word for the weights, instead of hashing them.
+            salt: anything that decides KV and that hashing cannot see.
+            on_report: called with the report of every ``generate``.
+        """
+        from kvkeep.bound import BoundStore  # imports torch and transformers
+
+        return BoundStore(self, model, tokenizer, model_id=model_id, salt=salt, on_report=on_report)
+
+    # --- what is stored ---
+
+    def entries(self) -> list[Entry]:
+        """Every entry, the oldest first."""
+        names = self._names()
+        rows = sorted(self._catalog.rows(), key=lambda row: (row.created, row.key))
+        return [_entry(row, names.get(row.key, ())) for row in rows]
+
+    def entry(self, wanted: str) -> Entry:
+        """The entry with this name, key, or unambiguous start of a key (at least 4 digits).
+
+        Raises:
+            EntryNotFoundError: if there is none, or more than one.
+        """
+        ref = self._refs.get(wanted)
+        key = wanted if ref is None else ref.key
+        entries = self.entries()
+        found = [entry for entry in entries if entry.key == key]
+        if not found and ref is None and len(wanted) >= 4:
+            found = [entry for entry in entries if entry.key.startswith(wanted)]
+        if len(found) != 1:
+            what = f"{len(found)} entries have keys that start with" if found else "no entry has the key or name"
+            raise EntryNotFoundError(f"{what} {wanted!r}; `kvkeep ls` shows them all")
+        return found[0]
+
+    def header(self, key: str) -> Header:
+        """The checked header of an entry.
+
+        Raises:
+            EntryNotFoundError: if there is none.
+            EntryDamagedError: if it is not what was stored.
+        """
+        try:
+            with self._files.open(key) as file:
+                return file.header
+        except FileNotFoundError:
+            raise EntryNotFoundError(f"no entry has the key {key}") from None
+
+    def read_ids(self, key: str) -> TokenIds:
+        """The token ids of an entry. Raises as :meth:`header` does."""
+        try:
+            with self._files.open(key) as file:
+                return file.read_ids()
+        except FileNotFoundError:
+            raise EntryNotFoundError(f"no entry has the key {key}") from None
+
+    def get(self, key: str) -> Entry | None:
+        """The entry with exactly this key, if its file is there and its header is sound."""
+        try:
+            with self._files.open(key) as file:
+                row = self._catalog.row(key)
+                if row is None:
+                    row = Row.from_header(file.header, b"".join(file.read_chain()))
+                    self._catalog.learn(row)
+        except FileNotFoundError:
+            return None
+        except EntryDamagedError as error:
+            self._catalog.damaged(key, error.reason)
+            return None
+        return _entry(row, self._names().get(key, ()))
+
+    def verify(self, key: str) -> str | None:
+        """Check every byte of an entry: ``None`` if it is whole, else what is wrong. A damaged one is set aside."""
+        file = None
+        try:
+            with self._files.open(key) as file:
+                file.verify_all()
+        except FileNotFoundError:
+            return "the file is gone"
+        except EntryDamagedError as error:
+            self._catalog.damaged(key, error.reason, file)
+            return error.reason
+        return None
+
+    def remove(self, key: str) -> bool:
+        """Remove an entry and the names that point at it. Whoever reads it right now reads it to the end."""
+        self.check_writable()
+        for ref in self._refs.all():
+            if ref.key == key:
+                self._refs.remove(ref.name)
+        self._catalog.forget(key)
+        return self._files.remove(key)
+
+    def name(self, entry: Entry, name: str, *, pin: bool = False, ttl: float | None = None) -> Entry:
+        """Point a name at an entry; a name points at one entry, the latest."""
+        self.check_writable()
+        now = int(time.time())
+        expires = None if ttl is None else int(now + ttl)
+        self._refs.put(Ref(name=name, key=entry.key, pin=pin, expires=expires, created=now))
+        return replace(entry, names=tuple(sorted({*entry.names, name})))
+
+    def check_writable(self) -> None:
+        """Raise StoreReadOnlyError if this store never writes."""
+        if self.readonly:
+            raise StoreReadOnlyError(f"the store {self.path} was opened read-only")
+
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        names: dict[str, tuple[str, ...]] = {}
+        for ref in self._refs.all():
+            names[ref.key] = (*names.get(ref.key, ()), ref.name)
+        return names
+
+    # --- finding and serving ---
+
+    def find(self, identity: Identity, ids: TokenIds, *, limit: int) -> Match:
+        """The longest stored prefix of ``ids`` that is usable, up to ``limit`` tokens, by what the index knows."""
+        tokens, row, reason = self._catalog.search(identity, self.namespace_digest, ids, limit)
+        return Match(tokens=tokens, entry=None if row is None else _entry(row, ()), reason=reason)
+
+    def serve(self, identity: Identity, ids: TokenIds, *, limit: int, use: Callable[[EntryFile, int], None]) -> Match:
+        """Find the longest usable prefix and hand its open, checked file to ``use(file, tokens)``.
+
+        An entry that is gone or damaged makes way for the next best one. Raises what ``use`` raises, except that a
+        read error and a ``ValueError`` (the entry does not fit) are misses.
+        """
+        trouble: str | None = None
+        for _ in range(ATTEMPTS):
+            match = self.find(identity, ids, limit=limit)
+            if match.entry is None:
+                return replace(match, reason=trouble or match.reason)
+            key, file = match.entry.key, None
+            try:
+                with self._files.open(key) as file:
+                    _check_echo(file, identity, self.namespace_digest.hex(), ids, match.tokens)
+                    use(file, match.tokens)
+                return replace(match, reason=trouble or match.reason)
+            except FileNotFoundError:
+                self._catalog.forget(key)
+            except EntryDamagedError as error:
+                trouble = f"damaged: {error.reason}"
+                self._catalog.damaged(key, error.reason, file)
+            except OSError as error:
+                if self.on_error == "raise":
+                    raise
+                log.warning("kvkeep: entry %s cannot be read (%s); it is computed instead", key, error)
+                return Match(tokens=0, entry=None, reason=f"unreadable: {error.strerror or error}")
+            except ValueError as error:
+                return Match(tokens=0, entry=None, reason=f"layout: {error}")
+        return Match(tokens=0, entry=None, reason=trouble or "unreadable: the entries found were gone when opened")
+
+    @contextmanager
+    def locked(self, key: str) -> Iterator[bool]:
+        """Hold the advisory lock of a key, so that one process prefills it; yields whether it is really held."""
+        with self._locks.hold(key, timeout=self.lock_timeout) as held:
+            yield held
+
+    def put(self, draft: Draft) -> Entry:
+        """Store an entry: file first, durable, then its index row. The first one published under a key stays.
+
+        Raises:
+            StoreReadOnlyError, StoreWriteError: nothing was stored.
+        """
+        self.check_writable()
+        began = time.perf_counter()
+        header, published = self._files.put(draft)
+        row = Row.from_header(header, b"".join(draft.chain))
+        self._catalog.add(row)
+        if published:
+            self.journal.stored(row.nbytes, time.perf_counter() - began)
+        return _entry(row, self._names().get(row.key, ()))
+
+
+def _check_echo(file: EntryFile, identity: Identity, namespace: str, ids: TokenIds, tokens: int) -> None:
+    """What the file says of itself must be what was asked for, whatever the index said."""
+    key = file.header.meta.key
+    if key.identity != identity or key.namespace != namespace or key.form != "exact" or key.media or key.tp:
+        raise EntryDamagedError("the file is not the entry that the index describes")
+    if file.header.meta.start or file.header.meta.end < tokens:
+        raise EntryDamagedError("the file holds other tokens than the index says")
+    if file.read_ids().int32[: 4 * tokens] != ids.int32[: 4 * tokens]:
+        raise EntryDamagedError("the stored token ids are not those that its key stands for")
+
+
+def _entry(row: Row, names: tuple[str, ...]) -> Entry:
+    return Entry(
+        key=row.key,
+        start=row.start,
+        end=row.end,
+        nbytes=row.nbytes,
+        created=row.created,
+        identity=row.identity,
+        namespace=row.namespace,
+        parent=row.parent,
+        names=tuple(sorted(names)),
+    )
+
+
+def open_existing(path: str | os.PathLike[str] | None, *, readonly: bool = False) -> CacheStore:
+    """Open a store that must already be there, as the command does.
+
+    Raises:
+        StoreNotFoundError: if there is none.
+    """
+    where = Path(path) if path is not None else default_store_path()
+    if not where.is_dir():
+        raise StoreNotFoundError(f"there is no store at {where}; `kvkeep init` makes one")
+    return CacheStore(where, readonly=readonly)

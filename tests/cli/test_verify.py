@@ -1,0 +1,79 @@
+import json
+import shutil
+
+from kvkeep import CacheStore
+
+
+def path_of(store, entry):
+    return store.path / "entries" / entry.key[:2] / f"{entry.key}.safetensors"
+
+
+def flip_last_byte(path):
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    path.chmod(0o400)
+
+
+def test_whole_entries(store, both, kvkeep):
+    one, two = both
+    result = kvkeep("verify")
+    assert result.exit_code == 0
+    assert sorted(result.stdout.splitlines()) == sorted(
+        [f"ok       {one.key[:12]} (one)", f"ok       {two.key[:12]} (two)"]
+    )
+    assert result.stderr == "2 entries whole\n"
+
+
+def test_a_damaged_entry_is_told_and_set_aside(store, both, kvkeep):
+    one, two = both
+    flip_last_byte(path_of(store, one))
+    result = kvkeep("verify")
+    assert result.exit_code == 5
+    lines = sorted(result.stdout.splitlines())
+    assert lines[0].startswith(f"damaged  {one.key[:12]} (one): ")
+    assert lines[1] == f"ok       {two.key[:12]} (two)"
+    assert result.stderr.splitlines()[-1] == "kvkeep: 1 of 2 entries damaged"
+    assert not path_of(store, one).exists()
+    again = kvkeep("verify")
+    assert (again.exit_code, again.stdout) == (0, f"ok       {two.key[:12]} (two)\n")
+
+
+def test_only_those_that_are_named(store, both, kvkeep):
+    one, two = both
+    flip_last_byte(path_of(store, one))
+    result = kvkeep("verify", "two", two.key[:6])
+    assert (result.exit_code, result.stdout) == (0, f"ok       {two.key[:12]} (two)\n")
+    assert path_of(store, one).exists()
+
+
+def test_as_json(store, both, kvkeep):
+    one, two = both
+    flip_last_byte(path_of(store, two))
+    result = kvkeep("verify", "--format", "json")
+    assert result.exit_code == 5
+    first, second = sorted(json.loads(result.stdout), key=lambda row: row["names"])
+    assert first == {"key": one.key, "names": ["one"], "ok": True, "reason": None}
+    assert (second["key"], second["names"], second["ok"]) == (two.key, ["two"], False)
+    assert second["reason"]
+
+
+def test_a_file_that_the_index_has_not_heard_of(store, kvkeep, tmp_path, tiny_llama):
+    other = CacheStore(tmp_path / "other")
+    entry = other.bind(tiny_llama).warm([5] * 40)
+    there = path_of(store, entry)
+    there.parent.mkdir(exist_ok=True)
+    shutil.copy2(path_of(other, entry), there)
+    assert f"ok       {entry.key[:12]}" in kvkeep("verify").stdout.splitlines()
+    flip_last_byte(there)
+    assert kvkeep("verify").exit_code == 5
+    assert not there.exists()
+
+
+def test_an_entry_whose_file_is_gone_is_no_entry_any_more(store, both, kvkeep):
+    one, two = both
+    path_of(store, one).unlink()
+    result = kvkeep("verify")
+    assert (result.exit_code, result.stdout) == (0, f"ok       {two.key[:12]} (two)\n")
+    assert kvkeep("verify", "one").exit_code == 5

@@ -1,0 +1,132 @@
+"""What every test may use: the real models, tiny models, a toy tokenizer; and no path of the user's own."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from skip_gate import SkipGate, read_allowed
+
+if TYPE_CHECKING:  # torch and transformers load when a test first needs them
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from kvkeep.demo.models import MODELS_VARIABLE, models_directory
+
+    # The models stay where `make` put them; all else that would lie in the user's cache directory goes elsewhere.
+    os.environ[MODELS_VARIABLE] = str(models_directory())
+    caches = tempfile.TemporaryDirectory(prefix="kvkeep-tests-")
+    config.add_cleanup(caches.cleanup)
+    os.environ["XDG_CACHE_HOME"] = caches.name
+    os.environ.pop("KVKEEP_STORE", None)
+    if os.environ.get("CI") == "true":
+        config.pluginmanager.register(SkipGate(read_allowed(Path(__file__).with_name("allowed_skips.txt"))))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+# --- real models ---
+
+
+def _converted(name: str) -> Path:
+    from kvkeep.demo.models import is_converted, model_folder
+
+    folder = model_folder(name)
+    if not is_converted(folder):
+        pytest.fail(f"{folder} is missing: run `make models` first (`make test` does)", pytrace=False)
+    return folder
+
+
+def _load_model(folder: Path) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    return _converted("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path) -> PreTrainedModel:
+    return _load_model(smollm2_folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_folder: Path) -> PreTrainedTokenizerFast:
+    return _load_tokenizer(smollm2_folder)
+
+
+@pytest.fixture(scope="session")
+def gemma_folder() -> Path:
+    return _converted("gemma")
+
+
+@pytest.fixture(scope="session")
+def gemma(gemma_folder: Path) -> PreTrainedModel:
+    return _load_model(gemma_folder)
+
+
+@pytest.fixture(scope="session")
+def gemma_tokenizer(gemma_folder: Path) -> PreTrainedTokenizerFast:
+    return _load_tokenizer(gemma_folder)
+
+
+# --- tiny models: shared, so a test that changes a weight or a setting builds its own with build_tiny ---
+
+
+@pytest.fixture(scope="session")
+def build_tiny() -> Callable[..., PreTrainedModel]:
+    from tiny_models import build_tiny
+
+    return build_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(build_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return build_tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_mistral(build_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return build_tiny("mistral")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(build_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return build_tiny("gemma3")
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt_oss(build_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return build_tiny("gpt_oss")
+
+
+@pytest.fixture(scope="session")
+def toy_tokenizer() -> PreTrainedTokenizerFast:
+    from tiny_models import build_toy_tokenizer
+
+    return build_toy_tokenizer()

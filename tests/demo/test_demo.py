@@ -1,0 +1,118 @@
+"""The demo from beginning to end, with its real processes, on a model that takes a moment."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from kvkeep import CacheStore
+from kvkeep.cli import main
+from kvkeep.storage.entries import Draft, EntryFiles, TensorSource
+from kvkeep.storage.fs import Directory
+
+NAMES = ["chat", "numbers"]
+
+
+@pytest.fixture(scope="module")
+def first(store_path, model_folder):
+    return CliRunner().invoke(
+        main, ["demo", "--store", str(store_path), "--model", str(model_folder), "--format", "json"]
+    )
+
+
+def test_rows(first, store_path):
+    assert first.exit_code == 0, first.stderr
+    rows = json.loads(first.stdout)
+    entries = {name: CacheStore(store_path).entry(name) for name in NAMES}
+    assert [row["name"] for row in rows] == NAMES
+    for row in rows:
+        entry = entries[row["name"]]
+        assert list(row) == [
+            "name",
+            "model",
+            "prompt_tokens",
+            "reused_tokens",
+            "cold_ttft_s",
+            "warm_ttft_s",
+            "ratio",
+            "identical",
+            "bytes",
+        ]
+        assert (row["model"], row["identical"], row["bytes"]) == ("tiny", True, entry.nbytes)
+        assert 0 < row["reused_tokens"] <= entry.tokens < row["prompt_tokens"]
+        assert row["ratio"] == pytest.approx(row["cold_ttft_s"] / row["warm_ttft_s"], rel=0.1)
+        assert row["cold_ttft_s"] > 0
+
+
+def test_all_that_is_not_data_is_on_stderr(first, store_path, model_folder):
+    lines = first.stderr.splitlines()
+    assert lines[0] == f"tiny from {model_folder}, store {store_path}"
+    total = sum(CacheStore(store_path).entry(name).tokens for name in NAMES)
+    assert f"  {total} tokens prefilled" in lines
+    starts = [line for line in lines if re.search(r": import \d+\.\d s, model \d+\.\d s, bind \d+\.\d s$", line)]
+    assert [line.partition(":")[0] for line in starts] == [
+        "warming process",
+        "fresh process with the store",
+        "control process without it",
+    ]
+
+
+def spoil(store: CacheStore, name: str) -> None:
+    """Put other values under the entry's key, in a file that is sound in every other way."""
+    entry = store.entry(name)
+    files = EntryFiles(Directory(store.path), verify="always")
+    tensors = {}
+    with files.open(entry.key) as file:
+        header, ids, chain = file.header, file.read_ids(), file.read_chain()
+        for number, layer in enumerate(header.meta.layers):
+            specs = {role: header.tensors[f"layers.{number}.{role}"] for role in layer.roles("rows")}
+            buffers = {
+                role: [bytearray(layer.rows * spec.row_bytes) for _ in range(spec.shape[0])]
+                for role, spec in specs.items()
+            }
+            targets = {role: [memoryview(head) for head in heads] for role, heads in buffers.items()}
+            file.read_rows("layers", number, 0, layer.rows, targets)
+            for role, spec in specs.items():
+                if role == "values":
+                    for head in buffers[role]:
+                        head[3::4] = bytes(byte ^ 0x80 for byte in head[3::4])  # the sign of each float32
+                parts = [memoryview(head) for head in buffers[role]]
+                tensors[f"layers.{number}.{role}"] = TensorSource(dtype=spec.dtype, shape=spec.shape, parts=parts)
+    assert store.remove(entry.key)
+    _, published = files.put(Draft(meta=replace(header.meta), ids=ids, chain=chain, tensors=tensors))
+    assert published
+
+
+def test_a_spoiled_entry_shows_as_another_text(first, store_path, model_folder):
+    store = CacheStore(store_path)
+    spoil(store, "chat")
+    again = CliRunner().invoke(main, ["demo", "--store", str(store_path), "--model", str(model_folder)])
+    assert again.exit_code == 1, again.output
+    table = [re.split(r"  +", line) for line in again.stdout.splitlines()]
+    assert table[0] == ["NAME", "MODEL", "PROMPT", "REUSED", "COLD", "WARM", "RATIO", "SAME TEXT", "ON DISK"]
+    assert [(row[0], row[1], row[7]) for row in table[1:3]] == [
+        ("chat", "tiny", "no"),
+        ("numbers", "tiny", "yes"),
+    ], again.output
+    assert again.stderr.splitlines()[-1] == "missed: chat (tiny): the text differs from the control's"
+    assert "  0 tokens prefilled" in again.stderr.splitlines()
+    assert f"  kvkeep --store {store_path} ls" in again.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_on_a_real_model(tmp_path, smollm2_folder):
+    """What `make demo` promises, twice: 20 times sooner, the same text, and nothing to prefill the second time."""
+    runs = [
+        CliRunner().invoke(main, ["demo", "--store", str(tmp_path / "store"), "--format", "json"]) for _ in range(2)
+    ]
+    for run in runs:
+        assert run.exit_code == 0, run.output
+        rows = json.loads(run.stdout)
+        assert [row["name"] for row in rows] == ["support", "handbook"]
+        assert rows[1]["reused_tokens"] >= 1900
+        assert rows[1]["ratio"] >= 20
+        assert all(row["identical"] for row in rows)
+    assert "  0 tokens prefilled" not in runs[0].stderr.splitlines()
+    assert "  0 tokens prefilled" in runs[1].stderr.splitlines()
