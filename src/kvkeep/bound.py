@@ -166,7 +166,8 @@ class BoundStore:
     ) -> Entry:
         """Prefill the prompt and store it, unless it is stored already; one process prefills, the others wait for it.
 
-        Chat messages are cut where the template is stable under any continuation.
+        Chat messages are cut where the template is stable under any continuation; a log line says where a template
+        is not (dates, thinking that is dropped from history).
 
         Args:
             prompt: the prefix.
@@ -185,9 +186,12 @@ class BoundStore:
         if name is None and (pin or ttl is not None):
             raise InvalidRequestError("pin= and ttl= belong to a name: give name= as well")
         if is_messages(prompt):
-            ids = stable_prefix(
+            prefix = stable_prefix(
                 self.tokenizer, prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
-            ).ids
+            )
+            if prefix.unstable is not None:
+                log.warning("kvkeep: %s", prefix.unstable)
+            ids = prefix.ids
         else:
             ids = self._read(prompt, tools, documents, chat_template_kwargs)
         store, key = self.store, entry_key(ids, self.identity(), self.store.namespace_digest)

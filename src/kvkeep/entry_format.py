@@ -394,6 +394,12 @@ def _take_optional_hex(source: dict[str, Any], name: str) -> str | None:
     return _take_hex(source, name) if source.get(name) is not None else source.pop(name, None)
 
 
+def _require(source: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name not in source:
+            _damaged(f"the header lacks {name!r}, which may be null but not absent")
+
+
 def _nothing_left(source: dict[str, Any], where: str) -> None:
     if source:
         _damaged(f"the header's {where} holds the unknown member {min(source)!r}")
@@ -403,6 +409,7 @@ def _meta_from_json(top: dict[str, Any]) -> EntryMeta:
     version = top.pop("format", None)
     if version != FORMAT_VERSION or top.pop("block", None) != BLOCK:
         _damaged(f"format {version!r} is not the format {FORMAT_VERSION} that this version reads")
+    _require(top, "codec", "auth", "parent", "cross", "state")
     for reserved in ("codec", "auth"):
         if top.pop(reserved, None) is not None:
             _damaged(f"this version does not read entries with {reserved!r}")
@@ -425,12 +432,15 @@ def _meta_from_json(top: dict[str, Any]) -> EntryMeta:
     _nothing_left(top, "metadata")
     if key.hash() != key_hash:
         _damaged("the header's key is not the hash of its parts")
+    if not all(isinstance(version, str) for version in meta.creator.values()):
+        _damaged("the header's creator holds a version that is no text")
     if not meta.start < meta.end or (meta.parent is None) != (meta.start == 0):
         _damaged(f"tokens [{meta.start}, {meta.end}) with parent {meta.parent} are not a stretch of a prefix")
     return meta
 
 
 def _key_from_json(source: dict[str, Any]) -> tuple[EntryKey, str]:
+    _require(source, "adapters", "tp")
     key_hash = _take_hex(source, "hash")
     weights, config = _take_hex(source, "weights"), _take_hex(source, "config")
     adapters, dtypes = _take_optional_hex(source, "adapters"), _take_hex(source, "dtypes")

@@ -51,11 +51,10 @@ class LiveIdentity:
 
     def _hash(self) -> tuple[ModelWatch, Identity]:
         model = self.model()
-        watch = ModelWatch(model)  # before hashing: a change meanwhile is then seen at the next call
-        parts = fingerprint_model(model)
+        # Watched before it is hashed: a change meanwhile is then seen at the next call.
+        watch = ModelWatch(model, weights=self._model_id is None)
+        parts = fingerprint_model(model, model_id=self._model_id)
         weights = parts.weights
-        if self._model_id is not None:
-            weights = digest_fields("kvkeep/model-id/1", self._model_id.encode()).hex()
         if self._salt is not None:
             weights = digest_fields("kvkeep/salt/1", bytes.fromhex(weights), self._salt.encode()).hex()
         return watch, Identity(

@@ -195,7 +195,7 @@ def _around(
         shared = path[: depth * DIGEST_SIZE]
         below = bisect_left(places, (shared,), hi=low)
         above = bisect_right(places, shared, lo=high, key=lambda place: place[0][: len(shared)])
-        whole = _whole(places, below if shared != path else high, shared, ids, chain)
+        whole = _whole(places, below, shared, ids, chain)
         keys = {row.key for row in whole}
         span = (islice(places, below, low), islice(places, high, above))
         yield depth * BLOCK, whole, (place[2] for part in span for place in part if place[1] not in keys)

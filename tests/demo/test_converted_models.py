@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -77,11 +78,11 @@ def test_both_spellings_of_the_rope_base_are_written(tmp_path: Path) -> None:
 def test_the_tokenizer_is_the_vocabulary_of_the_file(converted: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(converted)
     ids = {token: number for number, token in enumerate(tiny_gguf.SMOLLM_TOKENS)}
-    text = "<|im_start|>hi hi 12é<|im_end|>"
-    pieces = ["<|im_start|>", "hi", "Ġhi", "Ġ", "1", "2", "Ã", "©", "<|im_end|>"]
+    text = "<|im_start|>hi<sep> hi 12é\n 7<|im_end|>"  # a digit stands alone, so the space before it joins the line end
+    pieces = ["<|im_start|>", "hi", "<sep>", "Ġhi", "Ġ", "1", "2", "Ã", "©", "ĊĠ", "7", "<|im_end|>"]
     assert tokenizer(text).input_ids == [ids[piece] for piece in pieces]
     assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == "hi hi 12é"
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == "hi hi 12é\n 7"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     assert tokenizer.chat_template == tiny_gguf.CHAT
     assert sorted(tokenizer(text)) == ["attention_mask", "input_ids"]
@@ -185,3 +186,24 @@ def test_gemma_refuses_turns_that_do_not_alternate(gemma_tokenizer, roles: list[
     messages = [{"role": role, "content": "Hi"} for role in roles]
     with pytest.raises(Exception, match="Roles must alternate"):
         gemma_tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "pattern"), [("smollm2", "SmolLM2*.gguf"), ("gemma", "gemma*.gguf")])
+def test_a_real_model_is_bit_for_bit_what_the_file_gives(name: str, pattern: str) -> None:
+    (path,) = (models.models_directory().parent / "gguf").glob(pattern)
+    given = models._load(path)
+    converted = AutoModelForCausalLM.from_pretrained(models.model_folder(name), dtype=torch.float32)
+    weights = converted.state_dict()
+    assert weights.keys() == given.state_dict().keys()
+    assert [key for key, value in given.state_dict().items() if not torch.equal(value, weights[key])] == []
+    assert all(map(torch.equal, converted.buffers(), given.buffers()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_every_version_of_transformers_gets_the_same_bytes(name: str, file: str) -> None:
+    folders = sorted(models.models_directory().glob(f"{name}-{models.CONVERTER_VERSION}-tf*"))
+    assert len(folders) >= 2, "run `make models` first (`make test-all` does)"
+    assert len({hashlib.sha256((folder / file).read_bytes()).hexdigest() for folder in folders}) == 1

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from kvkeep import CacheStore, errors
 from kvkeep.cli import main
 from kvkeep.demo.process import Settings, _error, start_worker
-from kvkeep.demo.run import HUB_ID, choose_models, choose_store, find_manifest
+from kvkeep.demo.run import HUB_ID, choose_models, choose_store
 from kvkeep.demo.worker import serve
 from kvkeep.errors import InvalidRequestError, KvkeepError, StoreFormatError
 
@@ -125,15 +125,6 @@ def test_default_store(tmp_path, monkeypatch):
     assert choose_store(tmp_path / "named") == tmp_path / "named"
     with pytest.raises(StoreFormatError):
         choose_store(tmp_path)
-
-
-def test_the_manifest_is_the_stores_own_or_the_packages(tmp_path):
-    choose_store(tmp_path / "store")
-    own = tmp_path / "store" / "warm.toml"
-    assert find_manifest(tmp_path / "store") == own
-    text = own.read_bytes()
-    own.unlink()
-    assert find_manifest(tmp_path / "store").read_bytes() == text
 
 
 def test_neither_a_converted_model_nor_the_hub(tmp_path, monkeypatch):

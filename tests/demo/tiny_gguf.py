@@ -16,14 +16,8 @@ ROPE_BASE = 5000.0
 CONTROL, NORMAL, USER_DEFINED = 3, 1, 4
 
 CHAT = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
-SMOLLM_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    *sorted(pre_tokenizers.ByteLevel.alphabet()),
-    "hi",
-    "Ġhi",
-]
+SMOLLM_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<sep>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+SMOLLM_TOKENS += ["hi", "Ġhi", "ĊĠ"]
 GEMMA_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn>", "\n\n", "  ", *(f"<0x{byte:02X}>" for byte in range(256))]
 GEMMA_TOKENS += ["ab", "abc", "▁ab", "▁", "a", "b", "c", "\n"]
 
@@ -63,8 +57,8 @@ def write_llama(path: Path, *, pre: str = "smollm") -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(SMOLLM_TOKENS)
-    writer.add_token_types([CONTROL] * 3 + [NORMAL] * (len(SMOLLM_TOKENS) - 3))
-    writer.add_token_merges(["h i", "Ġ hi"])
+    writer.add_token_types([CONTROL] * 4 + [NORMAL] * (len(SMOLLM_TOKENS) - 4))
+    writer.add_token_merges(["h i", "Ġ hi", "Ċ Ġ"])
     _special(writer, bos=1, eos=2, unknown=0, padding=2)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT)

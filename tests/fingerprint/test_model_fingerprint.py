@@ -221,7 +221,7 @@ def test_config_fields_can_be_compared_by_name(build: Build) -> None:
 
 
 def test_a_head_dimension_left_out_is_the_one_computed(build: Build) -> None:
-    assert fingerprint_model(build(head_dim=None)) == fingerprint_model(build(head_dim=8))
+    assert fingerprint_model(build("mistral", head_dim=None)) == fingerprint_model(build("mistral", head_dim=8))
 
 
 # attention implementation
@@ -383,6 +383,27 @@ def test_the_tensors_of_an_adapter_count(adapted: Any) -> None:
     with torch.no_grad():
         adapted.model.layers[0].self_attn.q_proj.lora_B.weight[0, 0] += 1
     assert differing(fingerprint_model(adapted), parts) == {"weights"}
+
+
+# a name of the caller's own
+
+
+def test_a_model_id_stands_for_the_weights_alone(build: Build) -> None:
+    model, other = build(), build(rms_norm_eps=0.5)
+    with torch.no_grad():
+        other.lm_head.weight.add_(1)
+    mine, theirs = (fingerprint_model(m, model_id="release 7") for m in (model, other))
+    assert differing(mine, theirs) == {"config"}
+    assert differing(mine, fingerprint_model(model)) == {"weights"}
+    assert differing(mine, fingerprint_model(model, model_id="release 8")) == {"weights"}
+
+
+def test_with_a_model_id_the_weights_may_lie_anywhere(build: Build) -> None:
+    model = build()
+    parts = fingerprint_model(model, model_id="release 7")
+    model.model.layers[1].mlp.up_proj.to("meta")
+    model.model.layers[0].mlp.hidden = torch.ones(3)
+    assert fingerprint_model(model, model_id="release 7") == parts
 
 
 # what cannot be fingerprinted

@@ -329,6 +329,14 @@ def test_every_border_of_a_rewritten_history_is_probed(make_tokenizer):
     assert shown(tokenizer, prefix) == "<s><s>user:"
 
 
+@pytest.mark.parametrize("messages", [[SYSTEM], [SYSTEM, QUESTION]])
+def test_a_template_that_forgets_old_turns_is_noticed_two_turns_on(messages, make_tokenizer):
+    tokenizer = make_tokenizer("{{ bos_token }}" + PLAIN.replace("in messages", "in messages[-4:]"))
+    prefix = stable_prefix(tokenizer, messages)
+    assert shown(tokenizer, prefix) == "<s><s>"
+    assert prefix.unstable.startswith("only 2 of ")
+
+
 def test_other_changes_of_history_are_said_too(make_tokenizer):
     counting = "{{ messages | length ~ ' messages\n' }}" + PLAIN
     with pytest.raises(InvalidRequestError, match="share no token"):

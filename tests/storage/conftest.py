@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from kvkeep.storage import fs
+
 _LACKING = ("link", "preadv", "pwrite", "posix_fallocate", "fchmod")
 
 
@@ -15,5 +17,6 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "portable":
         monkeypatch.setattr(os, "supports_dir_fd", set())
         for function in _LACKING:
-            monkeypatch.delattr(os, function, raising=False)
+            monkeypatch.delattr(os, function)
+        monkeypatch.setattr(fs, "_FILE", fs._FILE & ~os.O_NOFOLLOW)
     return request.param

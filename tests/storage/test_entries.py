@@ -135,6 +135,13 @@ def test_the_first_entry_of_a_key_stays(tmp_path: Path, system: str) -> None:
     assert Directory(tmp_path).names("tmp") == []
 
 
+def test_a_put_of_a_stored_key_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = SAMPLES["everything"]
+    EntryFiles(Directory(tmp_path)).put(one.draft)
+    monkeypatch.setattr(Directory, "temporary", lambda *_: pytest.fail("a file was written"))
+    assert EntryFiles(Directory(tmp_path)).put(one.draft)[1] is False
+
+
 def test_a_put_that_loses_the_race_keeps_the_winner(tmp_path: Path) -> None:
     """The other process publishes while this one is writing."""
     mine, theirs = everything(start=250), everything()

@@ -17,6 +17,7 @@ from entry_drafts import Sample, everything, full, read_everything, sample
 
 from kvkeep.entry_format import DIGESTS
 from kvkeep.errors import EntryDamagedError
+from kvkeep.storage import entry_reader
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.entry_data import extents
 from kvkeep.storage.fs import Directory
@@ -258,6 +259,26 @@ def test_what_was_found_right_is_remembered_while_the_file_is_the_same(
         assert found(lambda: file.read_rows("layers", 0, 0, 256, rows(256))) is (verify != "never")
 
 
+def test_headers_are_remembered_for_the_same_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Stored(tmp_path, sample([full()], end=300))
+    first, always = EntryFiles(Directory(tmp_path)), EntryFiles(Directory(tmp_path), verify="always")
+    key, real = stored.sample.key, entry_reader.decode_header
+    decoded: list[int] = []
+    monkeypatch.setattr(entry_reader, "decode_header", lambda text, size: decoded.append(size) or real(text, size))
+    for files, count in ((first, 1), (first, 1), (always, 2), (always, 3), (first, 3)):
+        with files.open(key) as file:
+            assert file.header == stored.header
+        assert len(decoded) == count
+    other = tmp_path / "entries" / "aa" / ("a" * 32 + ".safetensors")
+    other.parent.mkdir(exist_ok=True)
+    other.hardlink_to(stored.path)
+    with first.open(key), pytest.raises(EntryDamagedError, match="another key"):  # one file, two names
+        first.open("a" * 32)
+    stored.path.write_bytes(stored.content[:100] + b"x" + stored.content[101:])
+    with pytest.raises(EntryDamagedError, match="seal"):
+        first.open(key)
+
+
 def test_a_block_that_failed_is_not_remembered(tmp_path: Path) -> None:
     stored = Stored(tmp_path, sample([full()], end=300))
     files = EntryFiles(Directory(tmp_path), verify="first")
@@ -386,9 +407,21 @@ def test_sealed_lies_about_the_layout_are_refused(stored: Stored) -> None:
 
         return change
 
+    def remover(*path: str | int) -> Callable[[dict, dict], None]:
+        def change(tensors: dict, text: dict) -> None:
+            place = text
+            for step in path[:-1]:
+                place = place[step]
+            del place[path[-1]]
+
+        return change
+
     with stored.replaced(lie(lambda tensors, text: None)):
         stored.verify()
-    lies = [
+    absent = [(name,) for name in meta] + [("key", name) for name in meta["key"]]
+    absent += [("layers", 0, name) for name in meta["layers"][0]]
+    lies = [remover(*path) for path in absent if path != ("seal",)]
+    lies += [
         setter("meta", "format", value=2),
         setter("meta", "block", value=128),
         setter("meta", "codec", value={}),
@@ -403,6 +436,7 @@ def test_sealed_lies_about_the_layout_are_refused(stored: Stored) -> None:
         setter("meta", "end", value=600.0),
         setter("meta", "parent", value="a" * 32),
         setter("meta", "created", value=None),
+        setter("meta", "creator", value={"kvkeep": 1}),
         setter("meta", "digests", value="x"),
         setter("meta", "key", "hash", value="a" * 32),
         setter("meta", "key", "model", value="a" * 32),

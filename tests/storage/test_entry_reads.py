@@ -133,3 +133,31 @@ def test_whole_layers_take_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(os, "preadv", lambda fd, views, at: calls.append(at) or real(fd, views, at))
         read_rows(file, one, 0, 0, 1024)
     assert len(calls) == {"first": 1, "always": 2}[verify]
+
+
+def test_no_more_is_read_than_has_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time whole blocks, because they are checked; then the rows that were asked for."""
+    one = sample([full("F32", heads=1, dim=8)], end=1000)
+    files = EntryFiles(Directory(tmp_path))
+    files.put(one.draft)
+    sizes: list[int] = []
+    real = os.preadv
+
+    def counted(fd: int, views: list[memoryview], at: int) -> int:
+        count = real(fd, views, at)
+        sizes.append(count)
+        return count
+
+    with files.open(one.key) as file:
+        file.read_ids()  # takes the digests along
+        monkeypatch.setattr(os, "preadv", counted)
+        for first, last, rows in (
+            (300, 310, 256),
+            (300, 310, 10),
+            (250, 310, 256 + 54),
+            (250, 310, 60),
+            (700, 800, 488),
+        ):
+            sizes.clear()
+            read_rows(file, one, 0, first, last)
+            assert sum(sizes) == 2 * rows * 32, (first, last)

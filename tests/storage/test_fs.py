@@ -338,7 +338,7 @@ def test_any_number_of_buffers_is_filled(tmp_path: Path, system: str, count: int
     content = bytes(i % 251 for i in range(3 * count + 10))
     (tmp_path / "one").write_bytes(content)
     fd = Directory(tmp_path).open_read("one")
-    views = [memoryview(bytearray(3)) for _ in range(count)]
+    views = [memoryview(bytearray(size)) for size in (0, *[3] * count, 0)]
     try:
         assert read_at(fd, 5, views) == 3 * count
         assert b"".join(views) == content[5 : 5 + 3 * count]
@@ -360,3 +360,23 @@ def test_a_process_killed_while_it_writes_leaves_no_name(tmp_path: Path) -> None
     assert ended.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
     assert put(Directory(tmp_path), "one")
+
+
+def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may do less than it was asked to: 2 GiB a call at most, and less near a quota."""
+    read, write = os.preadv, os.pwrite
+
+    def short_read(fd: int, views: list[memoryview], at: int) -> int:
+        return read(fd, [view[:3] for view in views[:2] if len(view)][: 1 if len(views[0]) > 3 else 2], at)
+
+    monkeypatch.setattr(os, "preadv", short_read)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:7], at))
+    content = bytes(range(100))
+    directory = Directory(tmp_path)
+    directory.write_atomic("one", data=content)
+    assert (tmp_path / "one").read_bytes() == content
+    fd = directory.open_read("one")
+    views = [memoryview(bytearray(size)) for size in (1, 2, 10, 3, 0, 30, 60)]
+    assert read_at(fd, 2, views) == 98
+    os.close(fd)
+    assert b"".join(views)[:98] == content[2:]

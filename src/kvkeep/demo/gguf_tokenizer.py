@@ -121,12 +121,9 @@ def _gemma(lookup: Lookup) -> Any:
 def _mark_added_tokens(tokenizer: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     from tokenizers import AddedToken
 
-    def of_kind(wanted: int) -> list[Any]:
-        special = wanted == _CONTROL
+    def of_kind(wanted: int) -> list[AddedToken]:
         return [
-            AddedToken(token, normalized=False, special=special)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == wanted
+            AddedToken(token, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == wanted
         ]
 
     tokenizer.add_special_tokens(of_kind(_CONTROL))

@@ -92,13 +92,14 @@ def measure(
     total = 2 * PAIRS + 2
     control.ask("settle")
     stored.ask("settle")
-    cold, warm = [], []
+    cold: list[dict[str, Any]] = []
+    warm: list[dict[str, Any]] = []
     for _ in range(PAIRS):
         for process, answers in ((control, cold), (stored, warm)):
             progress(len(cold) + len(warm), total)
             time.sleep(_PAUSE)
             answers.append(process.ask("first_token", number=number))
-    texts = []
+    texts: list[list[int]] = []
     for process, side in ((control, "cold"), (stored, "warm")):
         progress(2 * PAIRS + len(texts), total)
         path = scratch / f"{number}-{side}.json"

@@ -8,11 +8,13 @@ The first line to a worker is its :class:`Settings`, each later one ``{"do": MET
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any, cast
 
 from kvkeep import errors
@@ -83,7 +85,7 @@ def start_worker(settings: Settings) -> Iterator[WorkerProcess]:
     command = [sys.executable, "-m", "kvkeep.demo.worker"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(  # noqa: S603  # this very interpreter and a module of ours
-        command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8"
+        command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", env=_environment(settings)
     )
     try:
         yield WorkerProcess(settings, process)
@@ -95,6 +97,17 @@ def start_worker(settings: Settings) -> Iterator[WorkerProcess]:
             cast("IO[str]", process.stdin).close()  # tells it to end
         process.wait()
         cast("IO[str]", process.stdout).close()
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """The environment of a worker: alike for those with a store and without."""
+    changed = {
+        "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits sleeps, and leaves its core to whoever is being measured
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    if Path(settings.model).is_dir():  # otherwise a bar shows how far the download is
+        changed["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    return {**os.environ, **changed}
 
 
 def _error(source: dict[str, str]) -> KvkeepError:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kvkeep.demo.measure import Row, measure
@@ -62,7 +63,7 @@ def choose_models(model: str | None, *, gemma: bool) -> list[Candidate]:
         folder = model_folder("gemma")
         if not is_converted(folder):
             raise InvalidRequestError(
-                f"Gemma 3 270M has not been converted to {folder}: run `make demo-gemma` in a clone of kvkeep once"
+                f"Gemma 3 270M has not been converted to {folder}: run `make models` in a clone of kvkeep once"
             )
         chosen.append(Candidate(name="gemma-3-270m", source=str(folder), label="-gemma"))
     return chosen
@@ -77,12 +78,6 @@ def choose_store(path: Path | None) -> Path:
     return where
 
 
-def find_manifest(store: Path) -> Path:
-    """The store's manifest, else the one that comes with the package."""
-    own = store / "warm.toml"
-    return own if own.is_file() else Path(__file__).parent.parent / "data" / "warm.toml"
-
-
 def run_demo(candidate: Candidate, store: Path, *, say: Say, bars: Bars) -> list[Row]:
     """Warm the store in one process, then compare a fresh process that uses it with one that has no store.
 
@@ -95,7 +90,7 @@ def run_demo(candidate: Candidate, store: Path, *, say: Say, bars: Bars) -> list
     Raises:
         KvkeepError: the model cannot be loaded, the manifest is wrong, or a process failed.
     """
-    path = find_manifest(store)
+    path = store / "warm.toml"  # every store has one
     manifest = load_manifest(path)
     settings = Settings(
         model=candidate.source,
@@ -125,7 +120,7 @@ def run_demo(candidate: Candidate, store: Path, *, say: Say, bars: Bars) -> list
                     stored=stored,
                     control=control,
                     scratch=Path(scratch),
-                    progress=lambda done, total, name=one["name"]: progress(name, done, total),
+                    progress=partial(progress, one["name"]),
                 )
                 for number, one in enumerate(warmed)
             ]

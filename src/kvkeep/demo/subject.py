@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from kvkeep.demo.process import Progress, Settings
 from kvkeep.errors import InvalidRequestError
@@ -35,8 +34,6 @@ class Subject:
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         torch.set_num_threads(settings.threads)
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
         self._progress = progress
         self._manifest = _labelled(load_manifest(settings.manifest), settings.label)
         began = time.perf_counter()

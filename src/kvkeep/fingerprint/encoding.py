@@ -53,8 +53,8 @@ def _plain(value: Any, where: str) -> Any:
     if callable(getattr(value, "to_dict", None)):
         return _plain(value.to_dict(), where)
     raise UnsupportedRequestError(
-        f"{where} holds a {type(value).__qualname__}, which has no canonical text to fingerprint; replace it by plain "
-        "values, or give bind(model_id=...) your own name for this model"
+        f"{where} holds a {type(value).__qualname__}, which has no canonical text to fingerprint; use plain "
+        "values there, or an object with to_dict()"
     )
 
 

@@ -80,20 +80,25 @@ def state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, extras
 
 
-def holdings(model: nn.Module) -> list[Holding]:
+def holdings(model: nn.Module, *, weights: bool = True) -> list[Holding]:
     """Every place of an unwrapped model that holds a tensor which decides its output.
+
+    Args:
+        model: the model.
+        weights: also those that ``state_dict()`` shows; without them, no module is asked where it keeps its weights.
 
     Raises:
         UnsupportedRequestError: for a module that keeps tensors where ``state_dict()`` and the buffers do not show
             them, and for tensors without content.
     """
     modules = [(plain_name(path), module) for path, module in model.named_modules(remove_duplicate=True)]
-    found = [holding for path, module in modules for holding in _held(path, module)]
-    registered = {id(module) for _, module in modules}
-    for _, module in modules:
-        registered.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
-    for path, module in modules:
-        _check_nothing_hidden(path, module, registered)
+    found = [holding for path, module in modules for holding in _held(path, module) if weights or not holding.weight]
+    if weights:
+        registered = {id(module) for _, module in modules}
+        for _, module in modules:
+            registered.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
+        for path, module in modules:
+            _check_nothing_hidden(path, module, registered)
     for holding in found:
         check_hashable(holding.name, holding.tensor)
     return found

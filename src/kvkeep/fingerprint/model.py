@@ -35,7 +35,7 @@ class ModelParts:
     dtypes: str
 
 
-def fingerprint_model(model: nn.Module, *, threads: int | None = None) -> ModelParts:
+def fingerprint_model(model: nn.Module, *, model_id: str | None = None, threads: int | None = None) -> ModelParts:
     """Hash the live model: equal parts mean the same model, whatever it is called and wherever it was loaded from.
 
     The weights are read once, by all cores; a model on an accelerator is copied to the host in pieces of 16 MiB.
@@ -44,6 +44,7 @@ def fingerprint_model(model: nn.Module, *, threads: int | None = None) -> ModelP
 
     Args:
         model: a transformers model.
+        model_id: the caller's own word for the weights; they are then not read, and may lie anywhere.
         threads: how many threads hash; all cores by default.
 
     Raises:
@@ -57,22 +58,24 @@ def fingerprint_model(model: nn.Module, *, threads: int | None = None) -> ModelP
     True
     """
     model = unwrap(model)
-    weights, extras = state(model)
-    constants = {holding.name: holding.tensor for holding in holdings(model) if not holding.weight}
-    keyed = {("weight", name): tensor for name, tensor in weights.items()}
-    keyed |= {("constant", name): tensor for name, tensor in constants.items()}
-    digests = tensor_digests(keyed, threads=threads)
+    held = holdings(model, weights=model_id is None)
+    constants = {holding.name: holding.tensor for holding in held if not holding.weight}
     return ModelParts(
-        weights=_weights_digest({name: digests["weight", name] for name in weights}, extras),
-        config=_config_digest(model, {name: digests["constant", name] for name in constants}),
+        weights=_weights_digest(model, threads) if model_id is None else _id_digest(model_id),
+        config=_config_digest(model, tensor_digests(constants, threads=threads)),
         adapters=_adapters_digest(model),
         dtypes=_dtypes_digest(model),
     )
 
 
-def _weights_digest(tensors: Mapping[str, bytes], extras: Mapping[str, Any]) -> str:
+def _weights_digest(model: nn.Module, threads: int | None) -> str:
+    tensors, extras = state(model)
     settings = canonical_json(extras, where="state_dict()") if extras else None
-    return digest_fields("kvkeep/weights/1", settings, *_listed(tensors)).hex()
+    return digest_fields("kvkeep/weights/1", settings, *_listed(tensor_digests(tensors, threads=threads))).hex()
+
+
+def _id_digest(model_id: str) -> str:
+    return digest_fields("kvkeep/model-id/1", model_id.encode()).hex()
 
 
 def _config_digest(model: nn.Module, constants: Mapping[str, bytes]) -> str:
@@ -116,8 +119,8 @@ def adapter_state(module: nn.Module) -> dict[str, Any] | None:
 
 
 def device_types(model: nn.Module) -> list[str]:
-    """The kinds of device that the model's parameters are on."""
-    return sorted({tensor.device.type for tensor in model.parameters()})
+    """The kinds of device that the model's parameters are on, of those that know autocast."""
+    return sorted(filter(torch.amp.is_autocast_available, {tensor.device.type for tensor in model.parameters()}))
 
 
 def compute_dtypes(model: nn.Module, devices: list[str]) -> dict[str, Any]:

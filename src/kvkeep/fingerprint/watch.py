@@ -41,6 +41,7 @@ class ModelWatch:
 
     Args:
         model: the model; wrappers are looked through.
+        weights: watch the weights, too; not for a model that is known by the caller's ``model_id``.
 
     Raises:
         UnsupportedRequestError: for models that :func:`fingerprint_model` refuses, too.
@@ -48,11 +49,11 @@ class ModelWatch:
 
     __slots__ = ("_devices", "_model", "_modules", "_sample", "_settings", "_tensors", "_views")
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, weights: bool = True) -> None:
         model = unwrap(model)
         self._model = weakref.ref(model)
         self._modules = [_ModuleStamp.of(module) for module in model.modules()]
-        held = holdings(model)
+        held = holdings(model, weights=weights)
         self._tensors = [_TensorStamp.of(holding) for holding in held]
         self._devices = device_types(model)
         self._settings = copy.deepcopy(_settings(model, self._devices))

@@ -32,7 +32,7 @@ class EntryFiles:
     Args:
         directory: the store.
         verify: ``"first"`` checks what is read against its digests once a process, ``"always"`` each time, ``"never"``
-            not at all. The header is checked at every open.
+            not at all. Headers are checked once a process, or with ``"always"`` each time.
     """
 
     def __init__(self, directory: Directory, *, verify: Verify = "first") -> None:

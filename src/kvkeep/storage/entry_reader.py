@@ -29,7 +29,7 @@ from kvkeep.settings import Verify
 from kvkeep.storage.entry_data import CHUNK, as_bytes, extents
 from kvkeep.storage.fileio import read_at
 from kvkeep.storage.pieces import Piece, head_pieces, neighbours
-from kvkeep.storage.verified import MEMORY, FileIdentity
+from kvkeep.storage.verified import HEADERS, UNITS, FileIdentity
 
 _FIRST_READ = 16 << 10
 _SCRATCH = 8 << 20
@@ -55,27 +55,26 @@ class EntryFile:
 
     def __init__(self, fd: int, key: str, verify: Verify) -> None:
         self._fd = fd
+        self._verify = verify
+        self._table: bytes | None = None
         try:
             self.key = key
             self.identity = FileIdentity.of(os.fstat(fd))
-            self.header = self._read_header()
+            self.header = self._read_header() if verify == "always" else HEADERS.get(self.identity, self._read_header)
+            if self.header.meta.key.hash() != key:
+                raise EntryDamagedError("the file is the entry of another key")
         except BaseException:
             self.close()
             raise
-        self._verify = verify
         self._first, self._units = first_units(self.header.meta)
-        self._found_right = MEMORY.marks(self.identity, self.header.meta.digests, self._units)
-        self._table: bytes | None = None
+        self._found_right = UNITS.get((self.identity, self.header.meta.digests), lambda: bytearray(self._units))
 
     def _read_header(self) -> Header:
         size = self.identity.size
         head = self._read(0, min(_FIRST_READ, size))
         length = header_length(head, size)
         text = head[8 : 8 + length]
-        header = decode_header(text + self._read(8 + len(text), length - len(text)), size)
-        if header.meta.key.hash() != self.key:
-            raise EntryDamagedError("the file is the entry of another key")
-        return header
+        return decode_header(text + self._read(8 + len(text), length - len(text)), size)
 
     def close(self) -> None:
         """Close the file, once."""

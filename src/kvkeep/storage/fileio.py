@@ -90,7 +90,7 @@ def read_at(fd: int, offset: int, views: Sequence[memoryview]) -> int:
     """Fill byte buffers from a position on, in few calls, and return how many bytes: fewer only where the file ends."""
     done = 0
     for first in range(0, len(views), _VECTOR):
-        batch = list(views[first : first + _VECTOR])
+        batch = [view for view in views[first : first + _VECTOR] if len(view)]
         while batch:
             count = _read_some(fd, offset + done, batch)
             if count == 0:

@@ -75,17 +75,17 @@ class HeaderReader:
 def _read_row(fd: int, key: str) -> Row:
     """The row of an open entry. Its tensor table is not checked in full, which whoever reads its tensors does."""
     size = os.fstat(fd).st_size
-    head = _read(fd, 0, min(_FIRST_READ, size))
+    head = _read(fd, 0, min(_FIRST_READ, size), size)
     length = header_length(head, size)
     header = head[8 : 8 + length]
-    meta, table = decode_meta(header + _read(fd, 8 + len(header), length - len(header)))
+    if len(header) < length:
+        header += _read(fd, len(head), length - len(header), size)
+    meta, table = decode_meta(header)
     if meta.key.hash() != key:
         raise EntryDamagedError("the file is the entry of another key")
     links = chain_length(meta.start, meta.end) * DIGEST_SIZE
-    ids, chain, digests = (
-        _read(fd, 8 + length + begin, end - begin)
-        for begin, end in (_offsets(table, IDS), _offsets(table, CHAIN), _offsets(table, DIGESTS))
-    )
+    places = (_offsets(table, name) for name in (IDS, CHAIN, DIGESTS))
+    ids, chain, digests = (_read(fd, 8 + length + begin, end - begin, size) for begin, end in places)
     if (len(ids), len(chain)) != (4 * (meta.end - meta.start), links) or table_digest(digests) != meta.digests:
         raise EntryDamagedError("its ids, chain or digests are not what was stored")
     if xxhash.xxh3_128_digest(ids + chain) != digests[:DIGEST_SIZE]:  # the first digest unit
@@ -103,11 +103,9 @@ def _offsets(table: Mapping[str, Any], name: str) -> tuple[int, int]:
     return begin, end
 
 
-def _read(fd: int, offset: int, size: int) -> bytes:
-    if offset + size > os.fstat(fd).st_size:  # before room for it is taken
-        raise EntryDamagedError("the file ends early")
-    content = bytearray(size)
-    if size and read_at(fd, offset, [memoryview(content)]) != size:
+def _read(fd: int, offset: int, length: int, size: int) -> bytes:
+    content = bytearray(length if offset + length <= size else 0)  # no room for what the file cannot hold
+    if len(content) != length or (length and read_at(fd, offset, [memoryview(content)]) != length):
         raise EntryDamagedError("the file ends early")
     return bytes(content)
 

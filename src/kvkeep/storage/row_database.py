@@ -55,7 +55,7 @@ class RowDatabase:
         self._cache: Any = None
         self._file: tuple[int, int] | None = None  # the database seen last
         self._read_from: tuple[int, int] | None = None  # the one that the rows come from
-        self._version = 0
+        self._version: int | None = None  # as this connection counts; another one counts otherwise
         self._times: dict[int, float] = {}
         self._keys: dict[int, str] = {}
 
@@ -83,6 +83,8 @@ class RowDatabase:
 
     def refresh(self) -> bool:
         """Bring ``rows`` up to date, reading only what is new. ``True`` if the database is another one than before."""
+        if not self.changed():
+            return False
         with _translated():
             reader = self._open()
             reader.execute("BEGIN")  # one state of the database for all statements
@@ -219,6 +221,7 @@ class RowDatabase:
             except BaseException:
                 reader.close()
                 raise
+        self._version = None
         self._reader, self._closer = reader, weakref.finalize(self, reader.close)
         return reader
 

@@ -1,13 +1,17 @@
-"""Which parts of which files this process has found right. Never kept on disk: a disk forgets, and others write."""
+"""What this process has found right about files. Never kept on disk: disks forget, and others write."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-_LIMIT = 4096  # files
+from kvkeep.entry_format import Header
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +30,35 @@ class FileIdentity:
         return cls(known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns)
 
 
-class Memory:
-    """The digest units that were found right, one byte a unit, for the files that were used last."""
+class Recent(Generic[T]):
+    """The values of the keys that were used last. Safe to use from several threads."""
 
-    def __init__(self) -> None:
-        self._marks: OrderedDict[tuple[FileIdentity, str], bytearray] = OrderedDict()
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
         self._mutex = threading.Lock()
 
-    def marks(self, identity: FileIdentity, digests: str, units: int) -> bytearray:
-        """The marks of a file with these digests, which the caller sets."""
-        key = identity, digests
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of a key; ``make`` is called where there is none, and what it raises is not remembered."""
         with self._mutex:
-            marks = self._marks.setdefault(key, bytearray(units))
-            self._marks.move_to_end(key)
-            if len(self._marks) > _LIMIT:
-                self._marks.popitem(last=False)
-            return marks
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._mutex:
+            value = self._values.setdefault(key, value)
+            if len(self._values) > self._limit:
+                self._values.popitem(last=False)
+            return value
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._mutex:
+            self._values.clear()
 
 
-MEMORY = Memory()
-"""The one of this process."""
+HEADERS: Recent[Header] = Recent(128)
+"""Checked headers by :class:`FileIdentity`."""
+
+UNITS: Recent[bytearray] = Recent(4096)
+"""By identity and digest of the digests: one byte a digest unit, set when it was found right."""
