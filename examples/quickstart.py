@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvkeep import CacheStore
 from kvkeep.demo.models import is_converted, model_folder
 
-HANDBOOK = "You answer from this handbook. " + " ".join(f"Rule {n}: gate {n} closes at {n % 24}:30." for n in range(99))
+ROOMS = " ".join(f"Room {n} is on floor {n // 10 + 1} and has {n % 3 + 1} beds." for n in range(1, 100))
+HANDBOOK = f"You are the friendly porter of the Hotel Heron. {ROOMS}"
 
-folder = model_folder("smollm2")  # what `make demo` converted; the hub otherwise
-model_id = (
-    sys.argv[1] if len(sys.argv) > 1 else str(folder) if is_converted(folder) else "HuggingFaceTB/SmolLM2-135M-Instruct"
-)
+folder = model_folder("smollm2")  # what `make demo` converted
+default = folder if is_converted(folder) else "HuggingFaceTB/SmolLM2-135M-Instruct"
+model_id = sys.argv[1] if sys.argv[1:] else default
 tokenizer = AutoTokenizer.from_pretrained(model_id)
 model = AutoModelForCausalLM.from_pretrained(model_id, dtype="float32")
 
@@ -26,7 +26,7 @@ messages = [{"role": "system", "content": HANDBOOK}]
 entry = kv.warm(messages, name="quickstart")  # prefills in the first run, and finds it stored in the next
 print(f"stored: {entry.tokens} tokens, {entry.nbytes / 1e6:.1f} MB")
 
-prompt = [*messages, {"role": "user", "content": "When does gate 7 close?"}]
+prompt = [*messages, {"role": "user", "content": "Say hello to a guest."}]
 output = kv.generate(prompt, max_new_tokens=24, do_sample=False)
 
 report = kv.last_report

@@ -194,6 +194,19 @@ def test_a_tensor_that_does_not_begin_at_a_multiple_of_its_item_size_is_refused(
         decode(meta, table)
 
 
+def test_rows_from_before_the_stretch_are_refused() -> None:
+    meta = sample([], start=250, end=600).draft.meta
+    for first, fits in ((250, True), (300, True), (249, False), (0, False)):
+        layer = LayerRecord(kind="full", first=first, rows=600 - first, tensors={"keys": "rows"}, scalars={})
+        changed = replace(meta, layers=(layer,))
+        table = specs(changed, [("layers.0.keys", "U8", (1, 600 - first, 4))])
+        if fits:
+            assert decode(changed, table).meta == changed
+        else:
+            with pytest.raises(EntryDamagedError, match="not rows of its stretch"):
+                decode(changed, table)
+
+
 @pytest.mark.parametrize(("end", "layers"), [(MAX_TOKENS + 1, 0), (MAX_TOKENS, 1 + MAX_UNITS // blocks(MAX_TOKENS))])
 def test_endless_entries_are_refused(end: int, layers: int) -> None:
     """Rows without bytes cost nothing to claim, but what is kept about their digests would."""

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvkeep.errors import EntryDamagedError
+from kvkeep.errors import EntryDamagedError, EntryUnknownError
 from kvkeep.keys import TokenIds, common_prefix, prefix_chain
 from kvkeep.matching import PrefixIndex, usable
 from kvkeep.records import Identity
@@ -65,11 +65,14 @@ class Catalog:
             if not self._readonly:
                 self._index.discard(key)
 
-    def damaged(self, key: str, reason: str, file: EntryFile | None = None) -> None:
+    def damaged(self, key: str, error: EntryDamagedError, file: EntryFile | None = None) -> None:
         """Drop a damaged entry and set its file aside; with ``file``, only if that very file still lies there."""
-        log.warning("kvkeep: entry %s is damaged (%s); it is set aside and will be computed again", key, reason)
         self.forget(key)
-        self._files.quarantine(key, reason, identity=None if file is None else file.identity)
+        if isinstance(error, EntryUnknownError):
+            log.warning("kvkeep: entry %s is left alone: %s", key, error.reason)
+            return
+        log.warning("kvkeep: entry %s is damaged (%s); it is set aside and will be computed again", key, error.reason)
+        self._files.quarantine(key, error.reason, identity=None if file is None else file.identity)
         self._on_damage(key)
 
     def _refresh(self) -> None:
@@ -122,7 +125,7 @@ class Catalog:
                 self.forget(row.key)
                 return 0
             except EntryDamagedError as error:
-                self.damaged(row.key, error.reason)
+                self.damaged(row.key, error)
                 return 0
             except OSError:
                 return 0

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import xxhash
 
-from kvkeep.errors import EntryDamagedError
+from kvkeep.errors import EntryDamagedError, EntryUnknownError
 from kvkeep.keys import BLOCK, DIGEST_SIZE, digest_fields, model_digest
 from kvkeep.records import Identity
 
@@ -408,11 +408,11 @@ def _nothing_left(source: dict[str, Any], where: str) -> None:
 def _meta_from_json(top: dict[str, Any]) -> EntryMeta:
     version = top.pop("format", None)
     if version != FORMAT_VERSION or top.pop("block", None) != BLOCK:
-        _damaged(f"format {version!r} is not the format {FORMAT_VERSION} that this version reads")
+        raise EntryUnknownError(f"format {version!r} is not the format {FORMAT_VERSION} that this version reads")
     _require(top, "codec", "auth", "parent", "cross", "state")
     for reserved in ("codec", "auth"):
         if top.pop(reserved, None) is not None:
-            _damaged(f"this version does not read entries with {reserved!r}")
+            raise EntryUnknownError(f"this version does not read entries with {reserved!r}")
     key, key_hash = _key_from_json(_take(top, "key", dict))
     cross, state = top.pop("cross", None), top.pop("state", None)
     meta = EntryMeta(
@@ -557,7 +557,8 @@ def _check_layout(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> None:
     for stem, number, layer in meta.groups():
         within = (meta.start, meta.end) if stem == "layers" else (0, layer.rows)  # cross layers count encoder positions
         if layer.rows and not within[0] <= layer.first == within[1] - layer.rows:
-            _damaged(f"{stem}.{number} holds rows [{layer.first}, {layer.first + layer.rows}), which end elsewhere")
+            rows = f"[{layer.first}, {layer.first + layer.rows})"
+            _damaged(f"{stem}.{number} holds the rows {rows}, not rows of its stretch up to the end")
         for role, how in layer.tensors.items():
             if isinstance(how, str) and how.startswith("=") and layer.tensors.get(how[1:]) in ("rows", "snapshot"):
                 continue

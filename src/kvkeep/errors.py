@@ -16,6 +16,7 @@
     ├── EntryError                     5   one entry                          (ValueError)
     │   ├── EntryNotFoundError         5   no such entry or name              (KeyError)
     │   └── EntryDamagedError          5   its bytes are not what was stored  (ValueError)
+    │       └── EntryUnknownError      5   it is of a kind that a newer kvkeep writes
     └── MissingDependencyError         6   an extra is not installed          (ImportError)
 
 Each leaf is also the builtin that it specialises, so that code which knows nothing of kvkeep can catch it. A lookup
@@ -101,6 +102,10 @@ class EntryDamagedError(EntryError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class EntryUnknownError(EntryDamagedError):
+    """The entry uses something of the format that this version does not know. It is a miss, and stays where it is."""
 
 
 class MissingDependencyError(KvkeepError, ImportError):

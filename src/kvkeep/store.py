@@ -16,6 +16,7 @@ from kvkeep.entry_format import Header
 from kvkeep.errors import (
     EntryDamagedError,
     EntryNotFoundError,
+    EntryUnknownError,
     InvalidRequestError,
     StoreNotFoundError,
     StoreReadOnlyError,
@@ -178,7 +179,7 @@ class CacheStore:
         except FileNotFoundError:
             return None
         except EntryDamagedError as error:
-            self._catalog.damaged(key, error.reason)
+            self._catalog.damaged(key, error)
             return None
         return _entry(row, self._names().get(key, ()))
 
@@ -191,7 +192,7 @@ class CacheStore:
         except FileNotFoundError:
             return "the file is gone"
         except EntryDamagedError as error:
-            self._catalog.damaged(key, error.reason, file)
+            self._catalog.damaged(key, error, file)
             return error.reason
         return None
 
@@ -250,8 +251,9 @@ class CacheStore:
             except FileNotFoundError:
                 self._catalog.forget(key)
             except EntryDamagedError as error:
-                trouble = f"damaged: {error.reason}"
-                self._catalog.damaged(key, error.reason, file)
+                code = "unknown" if isinstance(error, EntryUnknownError) else "damaged"
+                trouble = f"{code}: {error.reason}"
+                self._catalog.damaged(key, error, file)
             except OSError as error:
                 if self.on_error == "raise":
                     raise

@@ -391,6 +391,10 @@ def test_verify_all_compares_the_ids_with_the_key(tmp_path: Path) -> None:
     files.put(replace(one.draft, ids=other.draft.ids))
     with files.open(one.key) as file, pytest.raises(EntryDamagedError, match="key is not that of the token ids"):
         file.verify_all()
+    files.remove(one.key)
+    files.put(replace(one.draft, chain=[bytes(16)]))
+    with files.open(one.key) as file, pytest.raises(EntryDamagedError, match="key is not that of the token ids"):
+        file.verify_all()
     wrong = replace(one.draft.meta.key, namespace=namespace_digest("other").hex())
     draft = replace(one.draft, meta=replace(one.draft.meta, key=wrong))
     files.put(draft)

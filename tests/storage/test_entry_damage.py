@@ -437,6 +437,7 @@ def test_sealed_lies_about_the_layout_are_refused(stored: Stored) -> None:
         setter("meta", "parent", value="a" * 32),
         setter("meta", "created", value=None),
         setter("meta", "creator", value={"kvkeep": 1}),
+        setter("meta", "recorded", value={"n": 10**20}),
         setter("meta", "digests", value="x"),
         setter("meta", "key", "hash", value="a" * 32),
         setter("meta", "key", "model", value="a" * 32),

@@ -80,7 +80,8 @@ def change(root: Path, *statements: str, values: tuple[object, ...] = ()) -> Non
 
 
 def test_a_row_says_what_the_header_says(tmp_path: Path):
-    made = sample([full(), sliding(44, 257), sliding(144, 157), Layer(kind="empty")], end=300)
+    other = replace(sliding(45, 256), kind="other")
+    made = sample([full(), sliding(44, 257), sliding(144, 157), other, sliding(44, 257), Layer(kind="empty")], end=300)
     header, _ = EntryFiles(Directory(tmp_path)).put(made.draft)
     chain = b"".join(made.draft.chain)
     assert len(chain) == 16
@@ -96,7 +97,7 @@ def test_a_row_says_what_the_header_says(tmp_path: Path):
         prefix=made.draft.meta.key.prefix,
         form="exact",
         chain=chain,
-        trims=((0, 0), (44, 257), (144, 157)),
+        trims=((0, 0), (44, 257), (45, 0), (144, 157)),
         snapshots=False,
         media=(),
         tp=None,
@@ -462,7 +463,7 @@ def plant_stranger(root: Path, row: Row) -> None:
 
 
 def plant_setting(root: Path, row: Row) -> None:
-    change(root, "INSERT INTO Settings VALUES ('_directory', '/tmp')")
+    change(root, "INSERT INTO Settings VALUES ('_directory', ?)", values=(str(root / "outside"),))
 
 
 def plant_mapping(root: Path, row: Row) -> None:
@@ -488,8 +489,9 @@ PLANTS = [value for name, value in sorted(globals().items()) if name.startswith(
 def test_a_database_that_somebody_else_wrote_is_replaced_and_obeyed_in_nothing(
     tmp_path: Path, stored: dict[str, Row], plant: Callable[[Path, Row], None]
 ):
-    secret = tmp_path / "secret"
+    secret, outside = tmp_path / "secret", tmp_path / "outside"
     secret.write_text("precious")
+    outside.mkdir()
     running = open_index(tmp_path)
     assert by_key(running.rows()) == stored
     plant(tmp_path, next(iter(stored.values())))
@@ -504,6 +506,7 @@ def test_a_database_that_somebody_else_wrote_is_replaced_and_obeyed_in_nothing(
     assert (tmp_path / "index" / "cache.db").stat().st_ino != before
     assert in_database(tmp_path) == set(stored)
     assert secret.read_text() == "precious"
+    assert list(outside.iterdir()) == []
     assert not (tmp_path / "pwned").exists()
 
 
@@ -536,12 +539,11 @@ def test_diskcache_itself_refuses_what_is_not_text(tmp_path: Path, stored: dict[
 def test_what_is_planted_in_the_place_of_the_database_is_not_followed(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ):
-    root, outside = tmp_path / "root", tmp_path / "outside"
+    """Not even where what it leads to is the sound index of another store."""
+    root, outside = tmp_path / "root", tmp_path / "other" / "index"
     rows = by_key([put(Directory.create(root).root, seed) for seed in range(3)])
-    outside.mkdir()
-    victim = sqlite3.connect(outside / "cache.db")
-    victim.execute("CREATE TABLE precious (x)")
-    victim.commit()
+    victim = open_index(Directory.create(tmp_path / "other").root)
+    victim.add(put(tmp_path / "other", 9))
     victim.close()
     before = (outside / "cache.db").read_bytes()
     folder = root / "index"
@@ -562,7 +564,10 @@ def test_what_is_planted_in_the_place_of_the_database_is_not_followed(
         index.rows()
         index.close()
         (folder / "cache.db-wal").symlink_to(outside / "cache.db")
-    assert by_key(open_index(root).rows()) == rows
+    index = open_index(root)
+    assert by_key(index.rows()) == rows
+    index.discard(next(iter(rows)))
+    index.add(next(iter(rows.values())))
     assert (outside / "cache.db").read_bytes() == before
     assert [path.name for path in outside.iterdir()] == ["cache.db"]
     assert stat.S_ISREG((folder / "cache.db").lstat().st_mode)

@@ -69,10 +69,12 @@ def test_a_lock_is_a_file_while_it_is_held(tmp_path: Path):
 
 
 def test_a_second_holder_waits_for_its_time_and_takes_nothing_away(tmp_path: Path, holder: subprocess.Popen[str]):
-    began = time.monotonic()
-    with KeyLocks(Directory(tmp_path)).hold(KEY, timeout=0.3) as held:
+    key_locks = KeyLocks(Directory(tmp_path))
+    began, open_files = time.monotonic(), len(list(Path("/proc/self/fd").iterdir()))
+    with key_locks.hold(KEY, timeout=0.3) as held:
         assert held is False
     assert 0.3 <= time.monotonic() - began < 5
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
     assert files(tmp_path) == [f"{KEY}.lock"]
     with KeyLocks(Directory(tmp_path)).hold(KEY, timeout=0) as held:
         assert held is False
@@ -134,6 +136,29 @@ if child == 0:
         with KeyLocks(Directory(tmp_path)).hold(KEY, timeout=0) as held:
             assert held is False
         process.kill()
+
+
+def test_a_release_counts_though_a_copy_of_the_descriptor_lives_on(tmp_path: Path):
+    """As in a process that was forked by something other than Python."""
+    key_locks, got = KeyLocks(Directory(tmp_path)), threading.Event()
+
+    def wait() -> None:
+        with key_locks.hold(KEY, timeout=60) as held:
+            if held:
+                got.set()
+
+    with key_locks.hold(KEY, timeout=0):
+        file = tmp_path / "locks" / f"{KEY}.lock"
+        (number,) = [fd.name for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and fd.readlink() == file]
+        copy = os.dup(int(number))
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        time.sleep(0.3)
+    try:
+        assert got.wait(10)
+    finally:
+        os.close(copy)
+        waiter.join()
 
 
 def test_a_holder_that_raises_frees_the_lock(tmp_path: Path):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from kvkeep.entry_format import Header
-from kvkeep.errors import EntryDamagedError, InvalidRequestError, StoreError
+from kvkeep.errors import EntryDamagedError, EntryUnknownError, InvalidRequestError, StoreError
 from kvkeep.settings import Verify
 from kvkeep.storage import entry_writer
 from kvkeep.storage.entry_reader import EntryFile
@@ -67,6 +67,8 @@ class EntryFiles:
             with self.open(key) as file:
                 return file.header
         except OSError:
+            return None
+        except EntryUnknownError:  # a newer version's: it stays
             return None
         except EntryDamagedError as error:
             self.quarantine(key, error.reason)

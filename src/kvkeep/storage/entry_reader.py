@@ -177,7 +177,7 @@ class EntryFile:
             spec = self.header.tensors[name]
             view = _writable(target, spec.end - spec.begin, name)
             begin = self.header.data + spec.begin
-            pieces += [Piece(begin + at, [view[at : at + CHUNK]], unit, CHUNK) for at in range(0, len(view), CHUNK)]
+            pieces += [Piece(begin + at, view[at : at + CHUNK], unit, CHUNK) for at in range(0, len(view), CHUNK)]
         self._run(pieces, units)
 
     def _read_rows(self, stem: str, number: int, first: int, last: int, targets: Rows, *, force: bool) -> None:
@@ -250,7 +250,7 @@ class EntryFile:
         """Read the pieces, neighbours at once, and compare the digests of the given units."""
         states = {unit: xxhash.xxh3_128() for unit in units}
         for group in neighbours(pieces, CHUNK if units else _NO_LIMIT):
-            views = [view for piece in group for view in piece.views]
+            views = [piece.view for piece in group]
             if read_at(self._fd, group[0].offset, views) != sum(map(len, views)):
                 raise EntryDamagedError("the file ends early")
             for piece in group if states else ():

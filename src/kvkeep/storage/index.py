@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.listing import HeaderReader, Listing
-from kvkeep.storage.row_checks import DamagedDatabaseError
+from kvkeep.storage.row_checks import DamagedDatabaseError, MissingDatabaseError
 from kvkeep.storage.row_database import RowDatabase, UnusableDatabaseError
 from kvkeep.storage.rows import Row
 
@@ -121,7 +121,8 @@ class Index:
         for _ in range(3):  # others may replace or damage it at the same time
             try:
                 if trouble is not None:
-                    self._replace(database, str(trouble))
+                    level = logging.DEBUG if isinstance(trouble, MissingDatabaseError) else logging.WARNING
+                    self._replace(database, str(trouble), level)
                 if database.refresh():
                     self._reconcile(database)
                 elif self._unwritten:
@@ -133,9 +134,8 @@ class Index:
                 return error
         return trouble
 
-    def _replace(self, database: RowDatabase, why: str) -> None:
+    def _replace(self, database: RowDatabase, why: str, level: int) -> None:
         rows = {row.key: row for row in self._headers.rows(self._headers.keys())}
-        level = logging.WARNING if rows else logging.DEBUG  # a new store has no index yet
         _log.log(level, "the index of %s is made anew from %d entries: %s", self._directory.root, len(rows), why)
 
         def complete() -> Iterator[Row]:
@@ -149,7 +149,7 @@ class Index:
     def _renew(self, database: RowDatabase) -> None:
         try:
             database.adopt()
-            self._replace(database, "as asked")
+            self._replace(database, "as asked", logging.DEBUG)
         except (DamagedDatabaseError, UnusableDatabaseError) as error:
             _log.debug("the refresh that follows will meet this too: %s", error)
 

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvkeep.entry_format import blocks
 from kvkeep.keys import BLOCK
 from kvkeep.storage.entry_data import CHUNK
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of the file and the buffers that it goes to, one after the other.
-
-    Either it lies in one digest unit, or it goes to one buffer and begins a new unit every ``stride`` bytes.
-    """
+    """A stretch of the file and the buffer that it goes to. Every ``stride`` bytes of it begin another digest unit."""
 
     offset: int
-    views: Sequence[memoryview]
+    view: memoryview
     unit: int
     stride: int
 
     def digested(self) -> Iterator[tuple[int, memoryview]]:
         """Each unit that goes over some of the piece, with that part."""
-        if len(self.views) == 1:
-            view = self.views[0]
-            for unit, at in enumerate(range(0, len(view), self.stride), self.unit):
-                yield unit, view[at : at + self.stride]
-        else:
-            for view in self.views:
-                yield self.unit, view
+        for unit, at in enumerate(range(0, len(self.view), self.stride), self.unit):
+            yield unit, self.view[at : at + self.stride]
 
 
 def head_pieces(
@@ -47,25 +38,19 @@ def head_pieces(
         width: bytes a row.
         base: the unit of row 0.
     """
-    if not len(target):
-        return
     block = BLOCK * width
-    last = first + len(target) // width
-    low, high = first // BLOCK, blocks(last) - 1
-    split = min(last, (low + 1) * BLOCK) if first % BLOCK else first
-    if split > first:
-        views = [lead, target[: (split - first) * width], tail if low == high else tail[:0]]
-        yield Piece(offset, [view for view in views if len(view)], base + low, block)
-        if low == high:
-            return
+    many = max(1, CHUNK // block) if block else 1
+    if len(lead):
+        yield Piece(offset, lead, base + first // BLOCK, block)
     offset += len(lead)
-    end = max(split, high * BLOCK) if len(tail) else last
-    step = BLOCK * max(1, CHUNK // block)
-    for row in range(split, end, step):
-        view = target[(row - first) * width : (min(row + step, end) - first) * width]
-        yield Piece(offset + (row - first) * width, [view], base + row // BLOCK, block)
+    row, last = first, first + (len(target) // width if width else 0)
+    while row < last:
+        end = min(last, (row // BLOCK + (1 if row % BLOCK else many)) * BLOCK)
+        view = target[(row - first) * width : (end - first) * width]
+        yield Piece(offset + (row - first) * width, view, base + row // BLOCK, block)
+        row = end
     if len(tail):
-        yield Piece(offset + (end - first) * width, [target[(end - first) * width :], tail], base + high, block)
+        yield Piece(offset + len(target), tail, base + (last - 1) // BLOCK, block)
 
 
 def neighbours(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
@@ -77,6 +62,6 @@ def neighbours(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
             yield group
             group, size = [], 0
         group.append(piece)
-        size += sum(map(len, piece.views))
+        size += len(piece.view)
     if group:
         yield group

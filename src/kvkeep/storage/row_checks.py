@@ -39,6 +39,10 @@ class DamagedDatabaseError(Exception):
     """The database is missing or holds something that kvkeep did not write: replace it."""
 
 
+class MissingDatabaseError(DamagedDatabaseError):
+    """There is no database, as in a new store or after somebody removed it."""
+
+
 def check_contents(reader: sqlite3.Connection) -> None:
     """Raise :class:`DamagedDatabaseError` for a table, trigger, view or setting that is not ours, or is missing."""
     objects = set(reader.execute("SELECT type, name FROM sqlite_master WHERE type <> 'index'"))

@@ -189,7 +189,7 @@ class RowDatabase:
                     raise DamagedDatabaseError(f"{_FOLDER}/{name} is not a plain file")
             return identity
         except FileNotFoundError:
-            raise DamagedDatabaseError("there is none") from None
+            raise MissingDatabaseError("there is none") from None
         except OSError as error:
             raise DamagedDatabaseError(str(error)) from None
 
