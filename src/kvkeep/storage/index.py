@@ -134,7 +134,7 @@ class Index:
                 return error
         return trouble
 
-    def _replace(self, database: RowDatabase, why: str, level: int) -> None:
+    def _replace(self, database: RowDatabase, why: str, level: int = logging.WARNING) -> None:
         rows = {row.key: row for row in self._headers.rows(self._headers.keys())}
         _log.log(level, "the index of %s is made anew from %d entries: %s", self._directory.root, len(rows), why)
 

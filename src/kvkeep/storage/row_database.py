@@ -21,7 +21,14 @@ from typing import Any
 
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.locks import KeyLocks
-from kvkeep.storage.row_checks import SETTINGS, DamagedDatabaseError, check_contents, checked_row, checksum
+from kvkeep.storage.row_checks import (
+    SETTINGS,
+    DamagedDatabaseError,
+    MissingDatabaseError,
+    check_contents,
+    checked_row,
+    checksum,
+)
 from kvkeep.storage.rows import Row
 
 _FOLDER = "index"
