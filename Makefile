@@ -28,7 +28,7 @@ demo: $(ENV)/.ready ## Runs the demo on a real model
 	@$(BIN)/python $(FETCH) smollm2
 	@$(BIN)/kvkeep demo
 
-test: setup models system lint ## Runs the checks and the tests, with both versions of transformers
+test: setup lint models system ## Runs the checks and the tests, with both versions of transformers
 	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" --cov
 	$(OLD)/bin/python -m pytest -m "not slow$(NOT_ROOT)"
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")

@@ -51,7 +51,8 @@ class CacheStore:
         path: the directory; ``None`` means ``$KVKEEP_STORE``, else a folder in the user's cache directory.
         namespace: keeps tenants apart: nothing stored under one is ever found under another.
         readonly: never write, not even an index; for stores on a read-only mount or owned by somebody else.
-        shared: let the directory's group read and write (modes 2770 and 0440) instead of this user alone.
+        shared: let the directory's group read and write (modes 2770 and 0440) instead of this user alone. Decided when
+            the store is made; an existing one stays what it is.
         verify: ``"first"`` checks the digests of what is read once a process, ``"always"`` each time, ``"never"`` not.
         on_error: ``"miss"`` turns an unreadable store into a miss with a reason; ``"raise"`` raises.
         lock_timeout: seconds to wait for another process that prefills the same prefix.
@@ -89,8 +90,8 @@ class CacheStore:
         self.lock_timeout = lock_timeout
         if not readonly:
             skeleton.init(self.path, shared=shared)
-        skeleton.check(self.path)
-        self._directory = Directory(self.path, readonly=readonly, shared=shared)
+        found = skeleton.check(self.path, readonly=readonly)
+        self._directory = Directory(self.path, readonly=readonly, shared=found.shared)
         self._files = EntryFiles(self._directory, verify=verify)
         self.journal = Journal(self._directory)
         self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged)
@@ -278,6 +279,8 @@ class CacheStore:
         self.check_writable()
         began = time.perf_counter()
         header, published = self._files.put(draft)
+        if not published and (stored := self.get(header.meta.key.hash())) is not None:
+            return stored
         row = Row.from_header(header, b"".join(draft.chain))
         self._catalog.add(row)
         if published:

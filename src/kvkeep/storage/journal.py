@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -139,7 +138,7 @@ class _Writer:
 
     def start(self) -> None:
         self._lock = threading.Lock()
-        self._name = f"{os.getpid()}-{secrets.token_hex(8)}.jsonl"
+        self._name = f"{os.getpid()}-{os.urandom(8).hex()}.jsonl"
         self._batch = _Batch()
         self._flushed = time.monotonic()
 
