@@ -147,7 +147,7 @@ def test_text_and_messages_need_a_tokenizer(prompt):
         read_prompt(prompt, None)
 
 
-@pytest.mark.parametrize("wrap", [lambda prompt: prompt, lambda prompt: [prompt]])
+@pytest.mark.parametrize("wrap", [lambda prompt: prompt, lambda prompt: [prompt]], ids=["alone", "in a list"])
 def test_text_is_what_the_tokenizer_makes_of_it(wrap, make_tokenizer):
     tokenizer = make_tokenizer(ends="<s> $A")
     prompt = read_prompt(wrap("hi\n\nthere"), tokenizer)

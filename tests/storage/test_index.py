@@ -11,20 +11,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import entry_drafts
 import pytest
+import xxhash
 from entry_drafts import IDENTITY, Layer, everything, full, sample, sliding
 
 from kvkeep.entry_format import Media
-from kvkeep.storage import row_database
+from kvkeep.storage import listing, row_database
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.index import Index, Row
+from kvkeep.storage.row_checks import DamagedDatabaseError
 from kvkeep.storage.row_database import RowDatabase
 
 TINY = [full("U8", heads=1, dim=1)]
@@ -261,19 +263,70 @@ def test_a_damaged_entry_has_no_row_and_is_told_once(
     ] * 2  # once for each of two that opened
 
 
-@pytest.mark.parametrize("part", ["ids", "chain", "digests"])
+@pytest.mark.parametrize("part", ["ids", "chain", "digests", "ids and their digest"])
 def test_a_row_is_not_made_from_damaged_tensors(tmp_path: Path, part: str):
     row = put(tmp_path, 1)
     path = tmp_path / "entries" / row.key[:2] / f"{row.key}.safetensors"
     with EntryFiles(Directory(tmp_path)).open(row.key) as file:
-        at = file.header.data + file.header.tensors[part].begin
+        header = file.header
     content = bytearray(path.read_bytes())
-    content[at] ^= 1
+
+    def place(name: str) -> slice:
+        return slice(header.data + header.tensors[name].begin, header.data + header.tensors[name].end)
+
+    content[place(part.split()[0]).start] ^= 1
+    if part == "ids and their digest":
+        at = place("digests").start
+        content[at : at + 16] = xxhash.xxh3_128_digest(content[place("ids")] + content[place("chain")])
     path.unlink()
     path.write_bytes(content)
     index = open_index(tmp_path)
     assert index.rows() == []
     assert set(index.damaged) == {row.key}
+
+
+def test_a_file_under_the_key_of_another_entry_has_no_row(tmp_path: Path, stored: dict[str, Row]):
+    key, other, *_ = stored
+    files = [tmp_path / "entries" / name[:2] / f"{name}.safetensors" for name in (key, other)]
+    files[0].unlink()
+    files[1].rename(files[0])
+    index = open_index(tmp_path)
+    index.rebuild()
+    assert set(by_key(index.rows())) == stored.keys() - {key, other}
+    assert index.damaged == {key: "the file is the entry of another key"}
+
+
+def test_what_is_stored_while_the_index_is_made_anew_is_in_it(
+    tmp_path: Path, stored: dict[str, Row], monkeypatch: pytest.MonkeyPatch
+):
+    index = open_index(tmp_path)
+    late: list[Row] = []
+    rows_of = index._headers.rows
+
+    def rows(keys: Iterable[str]) -> Iterator[Row]:
+        yield from rows_of(keys)
+        if not late:
+            late.append(put(tmp_path, 77))
+            EntryFiles(Directory(tmp_path)).remove(next(iter(stored)))
+
+    monkeypatch.setattr(index._headers, "rows", rows)
+    index.rebuild()
+    assert in_database(tmp_path) == {*list(stored)[1:], late[0].key}
+
+
+def test_of_two_that_find_the_same_damage_one_makes_the_index_anew(tmp_path: Path, stored: dict[str, Row]):
+    first, second = RowDatabase(Directory(tmp_path)), RowDatabase(Directory(tmp_path))
+    (tmp_path / "index" / "cache.db").write_bytes(b"x" * 5000)
+    for database in (first, second):
+        with pytest.raises(DamagedDatabaseError):
+            database.refresh()
+    rows = list(stored.values())[:2]
+    first.replace(lambda: rows)
+    second.replace(lambda: pytest.fail("the second one made it anew, too"))
+    assert second.refresh() is True
+    assert second.rows == by_key(rows)
+    for database in (first, second):
+        database.close()
 
 
 def test_rebuilding_makes_every_row_again(tmp_path: Path, stored: dict[str, Row]):
@@ -368,9 +421,11 @@ def test_a_database_that_others_keep_busy_is_no_error(
     row, gone = put(tmp_path, 77), next(iter(stored))
     blocker = sqlite3.connect(tmp_path / "index" / "cache.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
     index.add(row)
     expected = stored | {row.key: row}
     assert by_key(index.rows()) == expected
+    assert time.monotonic() - began < 20
     blocker.execute("ROLLBACK")
     blocker.close()
     assert in_database(tmp_path) == set(stored)
@@ -510,6 +565,24 @@ def test_a_database_that_somebody_else_wrote_is_replaced_and_obeyed_in_nothing(
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.parametrize(
+    "record",
+    [(4, None, "text", False), (1, "../secret", "text", False), (1, None, b"x", False), (1, None, "text", True)],
+)
+def test_the_disk_of_diskcache_takes_text_only(tmp_path: Path, record: tuple[int, str | None, Any, bool]):
+    from kvkeep.storage.json_disk import TextDisk
+
+    (tmp_path / "secret").write_text("precious")
+    disk = TextDisk(str(tmp_path))
+    assert disk.fetch(1, None, "text", False) == "text"
+    with pytest.raises(ValueError, match="the index holds text only"):
+        disk.fetch(*record)
+    with pytest.raises(ValueError, match="the index holds text only, not a file"):
+        disk.filename()
+    disk.remove("secret")
+    assert (tmp_path / "secret").read_text() == "precious"
+
+
 def test_diskcache_itself_refuses_what_is_not_text(tmp_path: Path, stored: dict[str, Row]):
     from kvkeep.storage.json_disk import open_cache
     from kvkeep.storage.row_checks import SETTINGS
@@ -568,6 +641,7 @@ def test_what_is_planted_in_the_place_of_the_database_is_not_followed(
     assert by_key(index.rows()) == rows
     index.discard(next(iter(rows)))
     index.add(next(iter(rows.values())))
+    index.close()
     assert (outside / "cache.db").read_bytes() == before
     assert [path.name for path in outside.iterdir()] == ["cache.db"]
     assert stat.S_ISREG((folder / "cache.db").lstat().st_mode)
@@ -640,6 +714,19 @@ def test_a_read_only_store_sees_what_others_add_and_remove(tmp_path: Path):
     time.sleep(0.2)
     index.rows()
     time.sleep(1.1)
+    assert index.changed() is False
+
+
+def test_a_directory_that_has_just_changed_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another change in the same tick of the clock would not show."""
+    monkeypatch.setattr(listing, "_POLL", 0.0)
+    row = put(tmp_path, 1)
+    index = open_index(tmp_path, readonly=True)
+    os.utime(tmp_path / "entries" / row.key[:2])
+    index.rows()
+    assert index.changed() is True
+    time.sleep(0.2)
+    index.rows()
     assert index.changed() is False
 
 

@@ -148,7 +148,7 @@ class Index:
 
     def _renew(self, database: RowDatabase) -> None:
         try:
-            database.adopt()
+            database.condemn()
             self._replace(database, "as asked", logging.DEBUG)
         except (DamagedDatabaseError, UnusableDatabaseError) as error:
             _log.debug("the refresh that follows will meet this too: %s", error)

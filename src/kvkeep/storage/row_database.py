@@ -60,8 +60,9 @@ class RowDatabase:
         self._reader: sqlite3.Connection | None = None
         self._closer: weakref.finalize[..., RowDatabase] | None = None
         self._cache: Any = None
-        self._file: tuple[int, int] | None = None  # the database seen last
+        self._file: tuple[int, int] | None = None  # the database that is open, or was last
         self._read_from: tuple[int, int] | None = None  # the one that the rows come from
+        self._condemned: tuple[int, ...] | None = None
         self._version: int | None = None  # as this connection counts; another one counts otherwise
         self._times: dict[int, float] = {}
         self._keys: dict[int, str] = {}
@@ -72,12 +73,9 @@ class RowDatabase:
             self._closer()
         self._reader = self._closer = None
 
-    def adopt(self) -> None:
-        """Take the database that is there for the one last seen, so that :meth:`replace` replaces it."""
-        try:
-            self._file = self._identity()
-        except OSError:
-            self._file = None
+    def condemn(self) -> None:
+        """Let :meth:`replace` replace the database that is there now, as long as it stays as it is."""
+        self._condemned = self._state()
 
     def changed(self) -> bool:
         """Whether the rows may differ from those of the last refresh."""
@@ -92,7 +90,7 @@ class RowDatabase:
         """Bring ``rows`` up to date, reading only what is new. ``True`` if the database is another one than before."""
         if not self.changed():
             return False
-        with _translated():
+        with self._condemning():
             reader = self._open()
             reader.execute("BEGIN")  # one state of the database for all statements
             try:
@@ -116,7 +114,7 @@ class RowDatabase:
 
     def write(self, add: Iterable[Row], discard: Iterable[str]) -> None:
         """Add or replace rows and remove others, in one transaction. ``rows`` shows it after the next refresh."""
-        with _translated():
+        with self._condemning():
             reader = self._open()  # checks it
             with self._locks.hold(_LOCK, timeout=_TIMEOUT):
                 file = self._find()
@@ -128,7 +126,7 @@ class RowDatabase:
                     raise DamagedDatabaseError("a row in it cannot be found by its key")
 
     def replace(self, rows: Callable[[], Iterable[Row]]) -> None:
-        """Put a new database in the place of the one last seen, unless another process has done so.
+        """Put a new database in the place of the one that was found damaged, unless another process has done so.
 
         Args:
             rows: gives its rows. It is called while no other process can write.
@@ -136,11 +134,7 @@ class RowDatabase:
         with _translated(), self._locks.hold(_LOCK, timeout=_TIMEOUT) as alone:
             if not alone:
                 raise UnusableDatabaseError("another process has held its lock for too long")
-            try:
-                current: tuple[int, int] | None = self._identity()
-            except OSError:
-                current = None
-            if current not in (None, self._file):
+            if self._state() not in (None, self._condemned):
                 return
             self.close()
             self._cache = self._file = self._read_from = None
@@ -180,8 +174,26 @@ class RowDatabase:
         return missing
 
     def _identity(self) -> tuple[int, int]:
+        """Tells databases apart as long as one of them is open; the number of one that is closed may be used again."""
         status = self._directory.stat(_FOLDER, _FILE)
         return status.st_dev, status.st_ino
+
+    def _state(self) -> tuple[int, ...] | None:
+        try:
+            status = self._directory.stat(_FOLDER, _FILE)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    @contextmanager
+    def _condemning(self) -> Iterator[None]:
+        try:
+            with _translated():
+                yield
+        except DamagedDatabaseError:
+            self.close()
+            self.condemn()
+            raise
 
     def _find(self) -> tuple[int, int]:
         """The identity of the database file; checks that all its files are plain, for SQLite follows links."""
@@ -202,12 +214,7 @@ class RowDatabase:
 
     def _open(self) -> sqlite3.Connection:
         """The connection to the database that is there now, checked."""
-        try:
-            file = self._find()
-        except DamagedDatabaseError:
-            self.close()
-            self.adopt()  # this is the one to replace
-            raise
+        file = self._find()
         if self._reader is not None and file == self._file:
             return self._reader
         self.close()
