@@ -56,6 +56,7 @@ _NAME = re.compile(r"[a-z0-9._]{1,64}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _SEAL = re.compile(rb'\\"seal\\":\\"([0-9a-f]{32})\\"')
 _ZERO_DIGEST = "0" * 32
+_DIGITS_AS_ZEROS = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
 
 IDS = "ids"
 CHAIN = "chain"
@@ -345,20 +346,26 @@ def decode_meta(header: bytes) -> tuple[EntryMeta, dict[str, Any]]:
     if xxhash.xxh3_128_hexdigest(header.replace(found[0], _ZERO_DIGEST.encode())).encode() != found[0]:
         _damaged("the header's seal does not match")
     try:
-        table = _object(json.loads(header, parse_int=_integer))
+        table = _object(_parse(header))
         metadata = _object(table.pop("__metadata__", None))
         text = metadata.pop(METADATA_KEY, None)
         if not isinstance(text, str) or metadata or len(text) > MAX_METADATA:
             _damaged("the header's metadata are not one kvkeep text")
-        return _meta_from_json(_object(json.loads(text, parse_int=_integer))), table
+        return _meta_from_json(_object(_parse(text.encode()))), table
     except (ValueError, RecursionError) as error:
         if isinstance(error, EntryDamagedError):
             raise
         _damaged(f"the header is not JSON: {type(error).__name__}")
 
 
+def _parse(text: bytes) -> object:
+    if b"0" * 21 in text.translate(_DIGITS_AS_ZEROS):  # a parser takes quadratic time for a long integer
+        return json.loads(text, parse_int=_integer)
+    return json.loads(text)
+
+
 def _integer(digits: str) -> int:
-    if len(digits) > 20:  # a parser takes quadratic time for long ones
+    if len(digits) > 20:
         raise ValueError("an integer is out of range")
     return int(digits)
 

@@ -71,6 +71,17 @@ def test_a_file_that_the_index_has_not_heard_of(store, kvkeep, tmp_path, tiny_ll
     assert not there.exists()
 
 
+def test_a_file_that_is_no_entry_at_all(store, both, kvkeep):
+    key = "ab" * 16
+    there = store.path / "entries" / "ab" / f"{key}.safetensors"
+    there.parent.mkdir(exist_ok=True)
+    there.write_bytes(b"not an entry" * 1000)
+    result = kvkeep("verify")
+    assert result.exit_code == 5
+    assert [line for line in result.stdout.splitlines() if line.startswith(f"damaged  {key[:12]}: ")]
+    assert not there.exists()
+
+
 def test_an_entry_whose_file_is_gone_is_no_entry_any_more(store, both, kvkeep):
     one, two = both
     path_of(store, one).unlink()

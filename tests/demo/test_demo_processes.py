@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_worker_answers_line_by_line(settings, store_path, tmp_path):
 
 
 def test_the_control_has_no_store(settings):
-    control = Settings(**{**asdict(settings), "store": None})
+    control = replace(settings, store=None)
     ready, first_token = converse(control, {"do": "first_token", "number": 1})
     assert ready["result"]["bind"] < 0.1
     assert (first_token["result"]["reused_tokens"], first_token["result"]["reason"]) == (0, None)
@@ -88,6 +89,28 @@ def test_a_worker_that_ends_is_an_error(settings):
             process.ask("no_such_method")
         with pytest.raises(KvkeepError, match="a process of the demo ended with exit code 1"):
             process.ask("settle")
+
+
+def test_ctrl_c_does_not_wait_for_what_a_worker_is_doing(settings, tmp_path):
+    manifest = tmp_path / "long.toml"
+    ids = [7 * n % 300 + 3 for n in range(30_000)]
+    manifest.write_text(f'version = 1\nmodel = "m"\n[[prefix]]\nname = "long"\nids = {ids}\n', encoding="utf-8")
+    interrupted = []
+
+    def interrupt():
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(1, interrupt)
+
+    def ask():
+        with start_worker(replace(settings, manifest=str(manifest))) as process:
+            timer.start()
+            process.ask("first_token", number=0)
+
+    with pytest.raises(KeyboardInterrupt):
+        ask()
+    assert time.monotonic() - interrupted[0] < 2
 
 
 def test_default_models(tmp_path, monkeypatch):

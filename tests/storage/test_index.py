@@ -828,8 +828,7 @@ while time.monotonic() < end:
     elif what < 0.96:
         index.rebuild()
     elif what < 0.98:
-        for path in (root / "index").iterdir():
-            path.unlink(missing_ok=True)
+        (root / "index" / "cache.db").unlink(missing_ok=True)
     else:
         index.close()
         index = Index(Directory(root), files)
