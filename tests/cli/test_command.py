@@ -1,8 +1,10 @@
 import os
+import pty
 import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from click.testing import CliRunner
@@ -115,6 +117,20 @@ def test_a_reader_that_has_seen_enough_is_no_error(store, start):
     os.close(writer)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (1, "")
+
+
+def test_a_table_on_a_terminal(store, start):
+    master, slave = pty.openpty()
+    with start("ls", stdout=slave) as process, os.fdopen(master, "rb", buffering=0) as terminal:
+        os.close(slave)
+        seen = b""
+        with suppress(OSError):  # the end of the terminal
+            while part := terminal.read(4096):
+                seen += part
+    assert process.returncode == 0
+    assert b"\x1b[1mKEY" in seen
+    for entry in store.entries():
+        assert f"{entry.key[:12]}  ".encode() in seen
 
 
 @pytest.mark.parametrize(

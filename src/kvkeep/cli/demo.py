@@ -65,7 +65,7 @@ def _emit_rows(rows: Sequence[Row]) -> None:
             [
                 row.name,
                 row.model,
-                f"{row.prompt_tokens:,} tokens",
+                f"{row.prompt_tokens:,}",
                 f"{row.reused_tokens:,}",
                 f"{row.cold_ttft_s:.3f} s",
                 f"{row.warm_ttft_s:.3f} s",
@@ -79,7 +79,10 @@ def _emit_rows(rows: Sequence[Row]) -> None:
 
 
 def _emit_next(where: Path, rows: Sequence[Row]) -> None:
-    click.echo("COLD and WARM: time to first token without and with the store; WARM includes lookup, read and check.")
+    click.echo(
+        "PROMPT and REUSED count tokens. COLD and WARM are the times to the first token without and with the store;"
+    )
+    click.echo("WARM includes lookup, reading and verifying.")
     for row in rows:
         click.echo(f"{row.name} ({row.model}): same text: {'yes' if row.identical else 'no'}")
     click.echo("\nTry next:")

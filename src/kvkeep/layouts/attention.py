@@ -14,7 +14,7 @@ import torch
 from kvkeep import compat
 from kvkeep.compat import LayerPlan
 from kvkeep.entry_format import LayerRecord
-from kvkeep.layouts.base import LayerState
+from kvkeep.layouts.base import Empty, LayerState
 
 
 def attention_state(
@@ -74,9 +74,9 @@ class DynamicCodec:
         return _check_rows(record, max(0, tokens - (window - 1)) if window else 0, tokens)
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device
+        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
-        return {role: torch.empty_like(like, device=device) for role, like in rows.items()}
+        return {role: empty(like) for role, like in rows.items()}
 
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
         compat.fill_dynamic(layer, filled["keys"][None], filled["values"][None], tokens)
@@ -94,7 +94,7 @@ class StaticCodec:
         return _check_rows(record, 0, tokens)
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device
+        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
         return {role: buffer[0, :, :tokens] for role, buffer in _buffers(layer, rows, device).items()}
 
@@ -120,7 +120,7 @@ class StaticSlidingCodec:
         return _check_rows(record, max(oldest, min(record.first, oldest + (tokens >= window))), tokens)
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device
+        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
         held = min(tokens, layer.max_cache_len)
         return {

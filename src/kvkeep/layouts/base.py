@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,8 @@ import torch
 
 from kvkeep.compat import LayerPlan
 from kvkeep.entry_format import LayerRecord
+
+Empty = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,12 @@ class LayerCodec(Protocol):
         """
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device
+        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
         """Destinations for the wanted rows, each [heads, rows, dim] with every head contiguous, on ``device``.
 
-        ``rows`` holds a meta tensor of that shape and dtype for each role.
+        ``rows`` holds a meta tensor of that shape and dtype for each role; ``empty`` makes a new tensor on ``device``
+        like one of them.
         """
 
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:

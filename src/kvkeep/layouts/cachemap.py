@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,12 +12,15 @@ from kvkeep import compat
 from kvkeep.compat import LayerPlan
 from kvkeep.entry_format import EntryMeta, LayerRecord, TensorSpec, tensor_name
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
+from kvkeep.layouts.arena import Arena
 from kvkeep.layouts.attention import attention_state
 from kvkeep.layouts.base import LayerCodec, LayerState
 from kvkeep.layouts.registry import codec_for
 
 ReadRows = Callable[[int, int, int, Mapping[str, Sequence[memoryview]]], None]
 """``read(layer, first, last, targets)`` fills the buffers, one a head, with rows [first, last) of the layer."""
+
+_WORTH_AN_ARENA = 1 << 20
 
 _TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -110,21 +114,51 @@ def fill_cache(
         ValueError: where the entry does not fit this cache; nothing was read then.
         EntryDamagedError, OSError: from ``read``; the cache is empty again then.
     """
-    codecs = _targets(cache, len(meta.layers))
     jobs = []
-    for number, (layer, codec, record) in enumerate(zip(cache.layers, codecs, meta.layers, strict=True)):
+    for number, (layer, codec) in enumerate(zip(cache.layers, _targets(cache, len(meta.layers)), strict=True)):
         try:
-            first, last = codec.wanted(layer, record, tokens)
+            first, last = codec.wanted(layer, meta.layers[number], tokens)
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
-        jobs.append((number, layer, codec, record, first, last))
+        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, tensors))
+    arena = _arena(jobs, devices)
     try:
-        filled = [_fill(*job, tensors, tokens, read, devices[job[0]]) for job in jobs]
-        for (_, layer, codec, *_), rows in zip(jobs, filled, strict=True):
-            codec.finish(layer, rows, tokens)
+        filled = [_fill(job, tokens, read, devices[job.number], arena) for job in jobs]
+        for job, rows in zip(jobs, filled, strict=True):
+            job.codec.finish(job.layer, rows, tokens)
     except BaseException:
         cache.reset()
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One layer to be filled with rows [first, last)."""
+
+    number: int
+    layer: Any
+    codec: LayerCodec
+    record: LayerRecord
+    first: int
+    last: int
+    tensors: Mapping[str, TensorSpec]
+
+    def likes(self) -> dict[str, torch.Tensor]:
+        """A meta tensor like each destination."""
+        specs = {role: self.tensors[tensor_name("layers", self.number, role)] for role in self.record.roles("rows")}
+        return {
+            role: torch.empty(
+                (spec.shape[0], self.last - self.first, spec.shape[2]), dtype=_TORCH_DTYPES[spec.dtype], device="meta"
+            )
+            for role, spec in specs.items()
+        }
+
+
+def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | None:
+    """One arena for all layers that grow on the CPU, where that is worth it."""
+    grown = [job for job in jobs if isinstance(job.layer, compat.DYNAMIC_LAYER) and devices[job.number].type == "cpu"]
+    likes = [like for job in grown for like in job.likes().values()]
+    return Arena(likes) if sum(like.nbytes for like in likes) >= _WORTH_AN_ARENA else None
 
 
 def _targets(cache: Any, count: int) -> list[LayerCodec]:
@@ -142,25 +176,17 @@ def _targets(cache: Any, count: int) -> list[LayerCodec]:
 
 
 def _fill(
-    number: int,
-    layer: Any,
-    codec: LayerCodec,
-    record: LayerRecord,
-    first: int,
-    last: int,
-    tensors: Mapping[str, TensorSpec],
-    tokens: int,
-    read: ReadRows,
-    device: torch.device,
+    job: _Job, tokens: int, read: ReadRows, device: torch.device, arena: Arena | None
 ) -> Mapping[str, torch.Tensor]:
-    likes = {}
-    for role in record.roles("rows"):
-        spec = tensors[tensor_name("layers", number, role)]
-        shape = (spec.shape[0], last - first, spec.shape[2])
-        likes[role] = torch.empty(shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
-    targets = codec.allocate(layer, likes, tokens, device)
+    def empty(like: torch.Tensor) -> torch.Tensor:
+        return (
+            arena.empty(like) if arena is not None and device.type == "cpu" else torch.empty_like(like, device=device)
+        )
+
+    targets = job.codec.allocate(job.layer, job.likes(), tokens, device, empty)
     staged = {role: t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for role, t in targets.items()}
-    read(number, first - record.first, last - record.first, {role: head_buffers(t) for role, t in staged.items()})
+    buffers = {role: head_buffers(rows) for role, rows in staged.items()}
+    read(job.number, job.first - job.record.first, job.last - job.record.first, buffers)
     for role, target in targets.items():
         if target is not staged[role]:
             target.copy_(staged[role])
