@@ -14,7 +14,8 @@ from kvkeep import compat
 from kvkeep.chat import stable_prefix
 from kvkeep.drafting import describe, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
-from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedRequestError
+from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedCacheError, UnsupportedRequestError
+from kvkeep.fingerprint import depends_on_length
 from kvkeep.generation import attachment_of, refuse
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvkeep.store import CacheStore
 
 log = logging.getLogger("kvkeep")
+
+_LENGTH_DEPENDENT = "its rotary frequencies change with the prompt's length, and KV of one length is wrong for another"
 
 SLACK = 3
 """Rows that ``warm`` keeps of a sliding layer beyond its window: a prompt covered to its last token is trimmed by one,
@@ -204,7 +207,7 @@ class BoundStore:
         return entry if name is None else store.name(entry, name, pin=pin, ttl=ttl)
 
     def _prefill(self, key: EntryKey, ids: TokenIds, progress: Callable[[int, int], None] | None) -> Entry:
-        model, total, began = self._live.model(), len(ids), time.perf_counter()
+        model, total, began = self._keepable_model(), len(ids), time.perf_counter()
         plans = plan_layers(compat.text_config(model))
         cache = prefill(model, ids, progress=None if progress is None else lambda done: progress(done, total))
         self.store.journal.prefilled(total, time.perf_counter() - began)
@@ -228,11 +231,17 @@ class BoundStore:
             StoreReadOnlyError, StoreWriteError: if it could not be stored.
         """
         self.store.check_writable()
-        model, ids = self._live.model(), read_ids(input_ids)
+        model, ids = self._keepable_model(), read_ids(input_ids)
         states = self._describe(cache, len(ids))
         key = entry_key(ids, self.identity(), self.store.namespace_digest)
         entry = self.store.put(draft_entry(key, ids, states, model, self.tokenizer))
         return entry if name is None else self.store.name(entry, name)
+
+    def _keepable_model(self) -> Any:
+        model = self._live.model()
+        if depends_on_length(model):
+            raise UnsupportedCacheError(f"{type(model).__name__}: {_LENGTH_DEPENDENT}")
+        return model
 
     def to_legacy(self, cache: Any) -> tuple[Pair, ...]:
         """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim]."""
@@ -341,15 +350,18 @@ class BoundStore:
         attachment_of(model).attach(model, self)
 
     def detach(self) -> None:
-        """End the latest :meth:`attach`; does nothing if there is none."""
-        model = self._live.model()
-        attachment_of(model).detach(model, self)
+        """End the latest :meth:`attach`; does nothing if there is none, or the model is gone."""
+        model = self._live.model_or_none()
+        if model is not None:
+            attachment_of(model).detach(model, self)
 
     # --- what the hand-over calls: see kvkeep.generation.Source ---
 
     def fill(self, cache: Any, ids: TokenIds) -> Match:
         """Fill an empty cache with the longest stored prefix of ``ids``, at most all but the last."""
         model = self._live.model()
+        if depends_on_length(model):
+            return Match(tokens=0, entry=None, reason=f"rope: {_LENGTH_DEPENDENT}")
 
         def use(file: EntryFile, tokens: int) -> None:
             def read(number: int, first: int, last: int, targets: Mapping[str, Sequence[memoryview]]) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from kvkeep.errors import EntryDamagedError, EntryUnknownError
+from kvkeep.forks import renew_after_fork
 from kvkeep.keys import TokenIds, common_prefix, prefix_chain
 from kvkeep.matching import PrefixIndex, usable
 from kvkeep.records import Identity
@@ -26,10 +27,15 @@ class Catalog:
         self._files = files
         self._readonly = directory.readonly
         self._index = Index(directory, files)
+        self._on_damage = on_damage
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begin with nothing known, as a forked child must: another thread may have been changing it."""
+        self._mutex = threading.RLock()
         self._prefixes = PrefixIndex()
         self._ids: dict[str, bytes] = {}
-        self._mutex = threading.RLock()
-        self._on_damage = on_damage
         self._loaded = False
 
     # --- rows ---
@@ -94,6 +100,8 @@ class Catalog:
         Returns:
             The tokens, the entry's row, and why it is not more; (0, None, reason) on a miss.
         """
+        if limit < 1:
+            return 0, None, "short: a prompt of one token has nothing to reuse"
         chain = prefix_chain(ids, namespace)
         tokens, best, obstacle = 0, None, None
         with self._mutex:

@@ -23,6 +23,9 @@ TRANSFORMERS: str = transformers.__version__
 _GENERATE_PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 GENERATE_CACHE_ARGUMENT = "cache" if "cache" in _GENERATE_PARAMETERS else "past_key_values"
 
+GENERATE_ARGUMENTS = frozenset({"input_ids", *inspect.signature(GenerationMixin.generate).parameters})
+"""Arguments of ``generate`` that are no inputs of the model."""
+
 DYNAMIC_LAYER = _cache_utils.DynamicLayer
 DYNAMIC_SLIDING_LAYER = _cache_utils.DynamicSlidingWindowLayer
 STATIC_LAYER = _cache_utils.StaticLayer
@@ -56,7 +59,7 @@ def layer_plans(config: Any) -> tuple[LayerPlan | str, ...]:
     for layer in DynamicCache(config=config).layers:
         if type(layer) is DYNAMIC_LAYER:
             plans.append(LayerPlan("full"))
-        elif type(layer) is DYNAMIC_SLIDING_LAYER:
+        elif type(layer) is DYNAMIC_SLIDING_LAYER and layer.sliding_window > 1:  # with 1, transformers keeps all rows
             plans.append(LayerPlan("sliding", int(layer.sliding_window)))
         else:
             plans.append(type(layer).__name__)
@@ -81,7 +84,8 @@ def complete_cache() -> DynamicCache:
 def forward_cache_argument(model: torch.nn.Module) -> str:
     """The name under which this model's forward takes a cache (remote code may still use the old one)."""
     parameters = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
+    names = [name for name in ("cache", "past_key_values") if name in parameters]
+    return names[0] if names else GENERATE_CACHE_ARGUMENT  # a wrapper that passes everything on
 
 
 def takes(model: torch.nn.Module, argument: str) -> bool:
@@ -175,7 +179,6 @@ def generation_inputs(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "past_key_values",
         "use_cache",
         "logits_to_keep",
-        "cache_position",
         "output_attentions",
         "output_hidden_states",
         "return_dict",

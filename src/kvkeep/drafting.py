@@ -29,7 +29,13 @@ def describe(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerS
         CacheMismatchError: if it holds another number of tokens, or a layer is not as the model would fill it.
     """
     if is_legacy(cache):
-        return describe_layers(legacy_pairs(cache), plans, length)
+        states = describe_layers(legacy_pairs(cache), plans, length)
+        if all(state.record.first for state in states):
+            raise CacheMismatchError(
+                "every layer of the tuple begins behind token 0, so nothing in it says how many tokens it has seen: "
+                "save the Cache object that it came from"
+            )
+        return states
     if not compat.is_known_cache(cache):
         raise UnsupportedCacheError(f"a {type(cache).__name__} is not a cache that kvkeep can keep")
     cached = compat.cached_tokens(cache)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvkeep import compat
-from kvkeep.errors import UnsupportedRequestError
+from kvkeep.errors import InvalidPromptError, UnsupportedRequestError
+from kvkeep.forks import renew_after_fork
 from kvkeep.keys import TokenIds
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
@@ -54,6 +56,7 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     ids: torch.Tensor | None = None
     expansion: int = 1
+    taken: bool = False
     report: GenerateReport | None = None
 
     def finish(self, match: Match, seconds: float) -> None:
@@ -94,6 +97,25 @@ def refuse(model: Any, arguments: Mapping[str, Any]) -> None:
             )
 
 
+class _Shadow:
+    """A method of one model's instance, in front of the one that was there. A copy of the model gets its own method."""
+
+    def __init__(self, model: Any, name: str, call: Callable[..., Any]) -> None:
+        self._model = weakref.ref(model)
+        self._name = name
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._model()))  # still without attributes of its own: the class answers
+        return self if copied is None else getattr(copied, self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model(), self._name)
+
+
 class Attachment:
     """The shadowed methods of one model, shared by everybody who is attached to it.
 
@@ -102,11 +124,16 @@ class Attachment:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._sources: list[Source] = []
         self._users = 0
-        self._replaced: dict[str, Any] = {}
+        self._replaced: dict[str, tuple[Any, _Shadow]] = {}
         self._local = threading.local()
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew."""
+        self._lock = threading.Lock()
 
     # --- who is attached ---
 
@@ -142,9 +169,10 @@ class Attachment:
         """The call of this thread that still waits for its cache or has just had it."""
         return getattr(self._local, "call", None)
 
-    def _waiting(self) -> Call | None:
+    def _waiting(self, *, taken: bool = True) -> Call | None:
+        """This thread's call, if it has no report yet; not ``taken``: and no ``generate`` has begun it."""
         call = self._call
-        return call if call is not None and call.report is None else None
+        return call if call is not None and call.report is None and call.taken == taken else None
 
     # --- the shadowed methods ---
 
@@ -153,18 +181,22 @@ class Attachment:
             self._users += 1
             if self._users > 1:
                 return
-            wraps = (self._generate, self._expand, self._prepare)
-            for name, wrap in zip(("generate", *compat.SEAM), wraps, strict=True):
-                if hasattr(model, name):
-                    self._replaced[name] = model.__dict__.get(name)
-                    model.__dict__[name] = wrap(model, getattr(model, name))
+            wraps = {"generate": self._generate}
+            if compat.has_seam(model):
+                wraps |= dict(zip(compat.SEAM, (self._expand, self._prepare), strict=True))
+            for name, wrap in wraps.items():
+                shadow = _Shadow(model, name, wrap(model, getattr(model, name)))
+                self._replaced[name] = model.__dict__.get(name), shadow
+                model.__dict__[name] = shadow
 
     def _unshadow(self, model: Any) -> None:
         with self._lock:
             self._users -= 1
             if self._users:
                 return
-            for name, before in self._replaced.items():
+            for name, (before, shadow) in self._replaced.items():
+                if model.__dict__.get(name) is not shadow:
+                    continue  # somebody else has put theirs in front meanwhile
                 if before is None:
                     del model.__dict__[name]
                 else:
@@ -174,15 +206,14 @@ class Attachment:
     def _generate(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
             outer = self._call
-            call = self._waiting()
-            if call is None:  # nobody's own call: whoever is attached serves it
-                sources = self._sources
-                if not sources:
-                    return original(*args, **kwargs)
-                call = Call(sources[-1])
-            call.arguments = kwargs
-            self._local.call = call
+            call = self._waiting(taken=False)
+            if call is None and self._sources:  # nobody's own call: whoever is attached serves it
+                call = Call(self._sources[-1])
+            self._local.call = call  # none, too: one generate within another is not the other's
             try:
+                if call is None:
+                    return original(*args, **kwargs)
+                call.arguments, call.taken = kwargs, True
                 if not compat.has_seam(model):
                     kwargs = _pass_in(model, call, args, kwargs)
                 return original(*args, **kwargs)
@@ -229,7 +260,11 @@ def _hand_over(
         reason = "cache_given: the cache that generate prepared is not empty"
     if reason is not None or call.ids is None:
         return Match(tokens=0, entry=None, reason=reason)
-    return call.source.fill(cache, read_ids(call.ids))
+    try:
+        ids = read_ids(call.ids)
+    except InvalidPromptError as error:
+        return Match(tokens=0, entry=None, reason=f"inputs: {error}")
+    return call.source.fill(cache, ids)
 
 
 def _pass_in(model: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -240,12 +275,19 @@ def _pass_in(model: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, An
     config = copy.deepcopy(kwargs.get("generation_config") or model.generation_config)
     model_kwargs = config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
     call.expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
-    extras = {name: value for name, value in model_kwargs.items() if name not in ("input_ids", "inputs", "streamer")}
+    extras = {name: value for name, value in model_kwargs.items() if name not in compat.GENERATE_ARGUMENTS}
     reason = obstacle(model, call, config, extras, config.get_generation_mode())
+    if len(args) > 1:
+        reason = "inputs: arguments by position are not looked at here"
     if reason is not None or call.ids is None:
         call.finish(Match(tokens=0, entry=None, reason=reason), time.perf_counter() - began)
         return kwargs
-    arguments, match = call.source.arguments(read_ids(call.ids))
+    try:
+        ids = read_ids(call.ids)
+    except InvalidPromptError as error:
+        call.finish(Match(tokens=0, entry=None, reason=f"inputs: {error}"), time.perf_counter() - began)
+        return kwargs
+    arguments, match = call.source.arguments(ids)
     call.finish(match, time.perf_counter() - began)
     if match and compat.names_cache_kind(config):
         arguments["cache_implementation"] = None

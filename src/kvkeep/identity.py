@@ -8,6 +8,7 @@ from typing import Any
 
 from kvkeep.errors import InvalidRequestError
 from kvkeep.fingerprint import ModelWatch, fingerprint_model, fingerprint_tokenizer
+from kvkeep.forks import renew_after_fork
 from kvkeep.keys import digest_fields, model_digest
 from kvkeep.records import Identity
 
@@ -26,8 +27,13 @@ class LiveIdentity:
         self._model = weakref.ref(model)
         self._tokenizer = fingerprint_tokenizer(tokenizer)
         self._model_id, self._salt = model_id, salt
-        self._mutex = threading.Lock()
         self._known: tuple[ModelWatch, Identity] | None = None
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew."""
+        self._mutex = threading.Lock()
 
     def model(self) -> Any:
         """The live model. Raises InvalidRequestError if it is gone."""
@@ -35,6 +41,10 @@ class LiveIdentity:
         if model is None:
             raise InvalidRequestError("the model of this bind is gone; bind the store to the one you use now")
         return model
+
+    def model_or_none(self) -> Any | None:
+        """The live model, or ``None`` if it is gone."""
+        return self._model()
 
     def current(self) -> Identity:
         """The identity as it is now; hashes again if the model has changed since the last call."""

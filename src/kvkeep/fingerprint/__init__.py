@@ -2,6 +2,7 @@
 
 from kvkeep.fingerprint.config import config_fields
 from kvkeep.fingerprint.model import ModelParts, fingerprint_model
+from kvkeep.fingerprint.rope import depends_on_length
 from kvkeep.fingerprint.tokenizer import chat_template_digest, fingerprint_tokenizer
 from kvkeep.fingerprint.watch import ModelWatch
 
@@ -10,6 +11,7 @@ __all__ = [
     "ModelWatch",
     "chat_template_digest",
     "config_fields",
+    "depends_on_length",
     "fingerprint_model",
     "fingerprint_tokenizer",
 ]

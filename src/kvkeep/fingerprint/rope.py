@@ -61,6 +61,12 @@ def is_dynamic(module: nn.Module) -> bool:
     return any(source != name for name, source in (frequency_sources(module) or {}).items())
 
 
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether rows of this model depend on how long the prompt is, or was at an earlier call."""
+    kinds = (getattr(module, "rope_type", None) for module in model.modules())
+    return any(_is_dynamic(one) for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind]))
+
+
 def obeyed_settings(config: Any) -> dict[str, Any]:
     """The rope settings that this version of the configuration class acts on."""
     if hasattr(config, "standardize_rope_params"):

@@ -28,6 +28,8 @@ def attention_state(
     for name, tensor in (("keys", keys), ("values", values)):
         if tensor.dim() != 4 or tensor.shape[0] != 1:
             raise ValueError(f"its {name} have the shape {list(tensor.shape)}; one sequence is [1, heads, rows, dim]")
+        if first < 0:
+            raise ValueError(f"its {name} hold {tensor.shape[2]} rows, more than the {length} tokens there are")
         if tensor.shape[2] != length - first:
             raise ValueError(f"its {name} hold {tensor.shape[2]} rows where tokens [{first}, {length}) need as many")
     needed = sliding_start(plan, length)

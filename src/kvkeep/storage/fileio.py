@@ -78,7 +78,7 @@ def changing(what: str | Path) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            advice = "make room, or run `kvkeep gc`"
+            advice = "make room, or remove entries with `kvkeep rm`"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             advice = "see who may write there, or open the store with readonly=True"
         else:
