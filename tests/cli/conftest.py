@@ -52,7 +52,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
         command = [sys.executable, "-m", "kvkeep", "--store", str(tmp_path / "store"), *arguments]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
-            command, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **{**streams, **options}
+            command, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}, **{**streams, **options}
         )
 
     return start

@@ -102,6 +102,7 @@ def test_a_spoiled_entry_shows_as_another_text(first, store_path, model_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_on_a_real_model(tmp_path, smollm2_folder):
     """What `make demo` promises, twice: 20 times sooner, the same text, and nothing to prefill the second time."""
     runs = [

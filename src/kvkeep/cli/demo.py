@@ -79,10 +79,8 @@ def _emit_rows(rows: Sequence[Row]) -> None:
 
 
 def _emit_next(where: Path, rows: Sequence[Row]) -> None:
-    click.echo(
-        "PROMPT and REUSED count tokens. COLD and WARM are the times to the first token without and with the store;"
-    )
-    click.echo("WARM includes lookup, reading and verifying.")
+    click.echo("PROMPT and REUSED count tokens. COLD and WARM are the times to the first token, without and with the")
+    click.echo("store, lookup, reading and verifying included.")
     for row in rows:
         click.echo(f"{row.name} ({row.model}): same text: {'yes' if row.identical else 'no'}")
     click.echo("\nTry next:")
