@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch and transformers load when a test first needs them
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not take the core of those that work
 
 
 def pytest_configure(config: pytest.Config) -> None:
