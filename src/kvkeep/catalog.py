@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvkeep.errors import EntryDamagedError, EntryUnknownError
 from kvkeep.forks import renew_after_fork
-from kvkeep.keys import TokenIds, common_prefix, prefix_chain
+from kvkeep.keys import BLOCK, TokenIds, common_prefix, prefix_chain
 from kvkeep.matching import PrefixIndex, usable
 from kvkeep.records import Identity
 from kvkeep.storage.entries import EntryFile, EntryFiles
@@ -17,6 +17,7 @@ from kvkeep.storage.index import Index, Row
 
 log = logging.getLogger("kvkeep")
 
+_IDS_KEPT = 1024
 _PARTS = ("weights", "config", "adapters", "dtypes", "tokenizer")
 
 
@@ -110,6 +111,9 @@ class Catalog:
                 for row in rows:
                     if row.start:
                         continue  # a stretch behind token 0 takes its parents to read, which this version does not
+                    possible, _ = usable(row.trims, row.snapshots, row.end, shared + BLOCK - 1, limit)
+                    if possible <= tokens and (possible or obstacle):
+                        continue  # its ids need no reading
                     fits, why = usable(row.trims, row.snapshots, row.end, self._common(row, ids), limit)
                     obstacle = obstacle or why
                     if fits > tokens:
@@ -137,6 +141,8 @@ class Catalog:
                 return 0
             except OSError:
                 return 0
+            if len(self._ids) >= _IDS_KEPT:
+                self._ids.clear()
             self._ids[row.key] = stored
         return common_prefix(stored, ids.int32)
 

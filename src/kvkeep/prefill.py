@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvkeep import compat
-from kvkeep.errors import UnsupportedCacheError
+from kvkeep.errors import InvalidPromptError, UnsupportedCacheError
 from kvkeep.keys import TokenIds
 
 CHUNK = 512
@@ -22,8 +22,13 @@ def prefill(model: Any, ids: TokenIds, *, progress: Callable[[int], None] | None
     The model's training mode is restored afterwards. ``progress`` is called with the number of tokens done.
 
     Raises:
+        InvalidPromptError: for an id that the model does not know.
         UnsupportedCacheError: if the model did not fill the cache it was given.
     """
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(ids.tolist(), default=0)
+    if largest >= rows:
+        raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
     cache = compat.complete_cache()
     inputs = id_tensor(ids).to(input_device(model))
     arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from kvkeep import CacheStore, compat
 from kvkeep.bound import BoundStore
-from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
+from kvkeep.errors import CacheMismatchError, InvalidPromptError, UnsupportedCacheError
 
 
 @pytest.fixture
@@ -238,6 +238,11 @@ def test_a_child_forked_amid_lookups_of_another_thread_goes_on(kv: BoundStore) -
     finally:
         stop.set()
         thread.join()
+
+
+def test_an_id_that_the_model_does_not_know_is_refused(kv: BoundStore) -> None:
+    with pytest.raises(InvalidPromptError, match=f"the id {VOCABULARY}, and the model knows ids below {VOCABULARY}"):
+        kv.warm([5, VOCABULARY, 6])
 
 
 def test_a_prompt_of_one_token_says_why(kv: BoundStore) -> None:
