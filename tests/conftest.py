@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must no
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that runs this in the background has it ignored, and the commands that tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from kvkeep.demo.models import MODELS_VARIABLE, models_directory
 
     # The models stay where `make` put them; all else that would lie in the user's cache directory goes elsewhere.

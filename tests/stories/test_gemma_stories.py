@@ -59,7 +59,11 @@ def kv(gemma: Any, gemma_tokenizer: Any, tmp_path: Path) -> BoundStore:
     return CacheStore(tmp_path / "store").bind(gemma, gemma_tokenizer)
 
 
-@pytest.mark.parametrize("gemma_naming", ["hybrid", "static", "dynamic"], indirect=True)
+@pytest.mark.parametrize(
+    "gemma_naming",
+    ["hybrid", pytest.param("static", marks=pytest.mark.slow), pytest.param("dynamic", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_one_system_prompt_serves_chat_requests_whatever_the_config_names(
     gemma_naming: Any, gemma_tokenizer: Any, kv: BoundStore
 ) -> None:
@@ -129,6 +133,7 @@ def test_a_tuple_from_old_code_is_saved_and_generated_from(gemma: Any, gemma_tok
     assert kv.last_report.reused_tokens == 40
 
 
+@pytest.mark.slow
 def test_a_prefix_past_the_window_of_512_continues_alike(gemma: Any, gemma_tokenizer: Any, kv: BoundStore) -> None:
     import pydoc_data.topics
 
