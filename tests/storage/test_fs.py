@@ -311,7 +311,7 @@ def test_a_failed_write_says_what_to_do_and_keeps_the_number(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "pwrite", full)
     directory = Directory(tmp_path)
-    with pytest.raises(StoreWriteError, match="make room, or run `kvkeep gc`") as caught:
+    with pytest.raises(StoreWriteError, match="make room, or remove entries with `kvkeep rm`") as caught:
         directory.write_atomic("refs", "a", data=b"x")
     assert caught.value.errno == errno.ENOSPC
     assert directory.names("tmp") == directory.names("refs") == []
