@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -207,4 +208,5 @@ def test_the_check_takes_two_milliseconds_at_most_for_300_tensors(build: Build) 
         assert watch.changed() is False
         seconds.append(time.thread_time() - begin)
     print(f"identity check of 300 tensors: median {statistics.median(seconds) * 1e3:.2f} ms")
-    assert min(seconds) <= 2e-3
+    # Under coverage every line of the walk is traced, which takes several times as long.
+    assert min(seconds) <= (2e-3 if sys.gettrace() is None else 2e-2)
