@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def key(self) -> str:
-        return self.draft.meta.key.hash()
+        return self.draft.meta.key.hash
 
 
 def sample(

@@ -104,10 +104,10 @@ def test_the_key_is_the_one_of_the_format() -> None:
     assert model_digest(WEIGHTS, CONFIG, None, DTYPES) == "b3c3869f635f343dda103efe5994cd63"
     assert model_digest(WEIGHTS, CONFIG, ADAPTERS, DTYPES) == "2c628be3b848b92e14c90cd60ad96c7e"
     picture = Media(kind="image", content=f"{77:032x}", start=3, end=9)
-    assert key().hash() == "1886c779998b74519f1ee4f4ec898731"
-    assert key(media=(picture,)).hash() == "976964a66f34b1ddd26aa83bb0105d07"
-    assert key(tp=(4, 1)).hash() == "1a0a34add69958384a6eefeb251904bb"
-    assert key(form="int8").hash() == "765357707a69fe770198b70fa6664348"
+    assert key().hash == "1886c779998b74519f1ee4f4ec898731"
+    assert key(media=(picture,)).hash == "976964a66f34b1ddd26aa83bb0105d07"
+    assert key(tp=(4, 1)).hash == "1a0a34add69958384a6eefeb251904bb"
+    assert key(form="int8").hash == "765357707a69fe770198b70fa6664348"
 
 
 def test_digest_fields_is_the_one_of_the_format() -> None:
@@ -188,7 +188,7 @@ def test_every_part_of_a_key_changes_it() -> None:
         "media end": key(media=(Media(kind="image", content="1" * 32, start=0, end=3),)),
         "swapped": key(namespace=PREFIX, prefix=namespace_digest("").hex()),
     }
-    assert len({one.hash() for one in other.values()}) == len(other)
+    assert len({one.hash for one in other.values()}) == len(other)
 
 
 def as_dict(identity: Identity) -> dict[str, str | None]:

@@ -198,12 +198,12 @@ class BoundStore:
         else:
             ids = self._read(prompt, tools, documents, chat_template_kwargs)
         store, key = self.store, entry_key(ids, self.identity(), self.store.namespace_digest)
-        entry = store.get(key.hash())
+        entry = store.get(key.hash)
         if entry is None:
             store.check_writable()
-            with store.locked(key.hash()):
+            with store.locked(key.hash):
                 # Whoever held the lock before may just have stored it.
-                entry = store.get(key.hash()) or self._prefill(key, ids, progress)
+                entry = store.get(key.hash) or self._prefill(key, ids, progress)
         return entry if name is None else store.name(entry, name, pin=pin, ttl=ttl)
 
     def _prefill(self, key: EntryKey, ids: TokenIds, progress: Callable[[int, int], None] | None) -> Entry:

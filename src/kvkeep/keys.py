@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import xxhash
 
@@ -159,6 +160,7 @@ def _link(previous: bytes, block: bytes | memoryview) -> bytes:
     return state.digest()
 
 
+@lru_cache(maxsize=256)  # entries share few models
 def model_digest(weights: str, config: str, adapters: str | None, dtypes: str) -> str:
     """One digest of the parts of a model's identity, 32 hex digits."""
     parts = [None if part is None else bytes.fromhex(part) for part in (weights, config, adapters, dtypes)]

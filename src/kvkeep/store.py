@@ -279,7 +279,7 @@ class CacheStore:
         self.check_writable()
         began = time.perf_counter()
         header, published = self._files.put(draft)
-        if not published and (stored := self.get(header.meta.key.hash())) is not None:
+        if not published and (stored := self.get(header.meta.key.hash)) is not None:
             return stored
         row = Row.from_header(header, b"".join(draft.chain))
         self._catalog.add(row)

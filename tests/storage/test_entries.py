@@ -398,7 +398,7 @@ def test_verify_all_compares_the_ids_with_the_key(tmp_path: Path) -> None:
     wrong = replace(one.draft.meta.key, namespace=namespace_digest("other").hex())
     draft = replace(one.draft, meta=replace(one.draft.meta, key=wrong))
     files.put(draft)
-    with files.open(wrong.hash()) as file, pytest.raises(EntryDamagedError, match="key is not that"):
+    with files.open(wrong.hash) as file, pytest.raises(EntryDamagedError, match="key is not that"):
         file.verify_all()
 
 

@@ -893,8 +893,10 @@ def test_ten_thousand_rows_load_at_once_and_refresh_for_less(tmp_path: Path, lar
         return time.process_time() - began
 
     parse = min(seconds(lambda: [json.loads(one) for one in text]) for _ in range(3))
-    load = seconds(large.refresh)
+    loads = [seconds(RowDatabase(Directory(tmp_path)).refresh) for _ in range(2)]
+    loads.append(seconds(large.refresh))
     assert len(large.rows) == 10_000
+    load = min(loads)
     assert load < 12 * parse
     other = RowDatabase(Directory(tmp_path))
     other.write([replace(large.rows[f"{5:032x}"], nbytes=7)], [f"{6:032x}"])

@@ -51,7 +51,7 @@ class EntryFiles:
             StoreReadOnlyError, StoreWriteError: if it cannot be stored.
         """
         planned = entry_writer.plan(draft)
-        key = planned.meta.key.hash()
+        key = planned.meta.key.hash
         stored = self._stored(key)
         if stored is not None:
             return stored, False

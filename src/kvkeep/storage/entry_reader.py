@@ -61,7 +61,7 @@ class EntryFile:
             self.key = key
             self.identity = FileIdentity.of(os.fstat(fd))
             self.header = self._read_header() if verify == "always" else HEADERS.get(self.identity, self._read_header)
-            if self.header.meta.key.hash() != key:
+            if self.header.meta.key.hash != key:
                 raise EntryDamagedError("the file is the entry of another key")
         except BaseException:
             self.close()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
-from kvkeep.entry_format import CHAIN, DIGESTS, IDS, chain_length, decode_meta, header_length, table_digest
+from kvkeep.entry_format import CHAIN, DIGESTS, IDS, chain_length, decode_listing, header_length, table_digest
 from kvkeep.errors import EntryDamagedError
 from kvkeep.keys import DIGEST_SIZE
 from kvkeep.storage.entries import ENTRIES, SUFFIX, EntryFiles
@@ -80,12 +79,11 @@ def _read_row(fd: int, key: str) -> Row:
     header = head[8 : 8 + length]
     if len(header) < length:
         header += _read(fd, len(head), length - len(header), size)
-    meta, table = decode_meta(header)
-    if meta.key.hash() != key:
+    meta, places = decode_listing(header)
+    if meta.key.hash != key:
         raise EntryDamagedError("the file is the entry of another key")
     links = chain_length(meta.start, meta.end) * DIGEST_SIZE
-    places = (_offsets(table, name) for name in (IDS, CHAIN, DIGESTS))
-    ids, chain, digests = (_read(fd, 8 + length + begin, end - begin, size) for begin, end in places)
+    ids, chain, digests = (_read_tensor(fd, 8 + length, places[name], size) for name in (IDS, CHAIN, DIGESTS))
     if (len(ids), len(chain)) != (4 * (meta.end - meta.start), links) or table_digest(digests) != meta.digests:
         raise EntryDamagedError("its ids, chain or digests are not what was stored")
     if xxhash.xxh3_128_digest(ids + chain) != digests[:DIGEST_SIZE]:  # the first digest unit
@@ -93,14 +91,11 @@ def _read_row(fd: int, key: str) -> Row:
     return Row.from_meta(meta, size, chain)
 
 
-def _offsets(table: Mapping[str, Any], name: str) -> tuple[int, int]:
-    try:
-        begin, end = table[name]["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        begin = end = None
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-        raise EntryDamagedError(f"the header says not where its {name} are")
-    return begin, end
+def _read_tensor(fd: int, data: int, place: tuple[int, int], size: int) -> bytes:
+    begin, end = place
+    if begin > end:
+        raise EntryDamagedError("a tensor ends before it begins")
+    return _read(fd, data + begin, end - begin, size)
 
 
 def _read(fd: int, offset: int, length: int, size: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -70,7 +70,7 @@ class Row:
     def from_meta(cls, meta: EntryMeta, size: int, chain: bytes) -> Row:
         """The row of the entry with this metadata, in a file of ``size`` bytes."""
         return cls(
-            key=meta.key.hash(),
+            key=meta.key.hash,
             start=meta.start,
             end=meta.end,
             parent=meta.parent,
@@ -81,9 +81,10 @@ class Row:
             prefix=meta.key.prefix,
             form=meta.key.form,
             chain=bytes(chain),
-            trims=tuple(sorted({(layer.first, _window(layer)) for layer in meta.layers if layer.rows})),
+            trims=tuple(sorted({(layer.first, _window(layer)) for layer in _distinct(meta.layers) if layer.rows})),
             # Model state is not known to be right anywhere but at the end, so it counts as a snapshot.
-            snapshots=bool(meta.state) or any("snapshot" in layer.tensors.values() for _, _, layer in meta.groups()),
+            snapshots=bool(meta.state)
+            or any("snapshot" in layer.tensors.values() for layer in _distinct((*meta.layers, *(meta.cross or ())))),
             media=meta.key.media,
             tp=meta.key.tp,
         )
@@ -154,6 +155,11 @@ class Row:
         if len(row.chain) != DIGEST_SIZE * chain_length(row.start, row.end):
             raise ValueError("the row's chain does not have the length of its stretch")
         return row
+
+
+def _distinct(layers: Sequence[LayerRecord]) -> Iterable[LayerRecord]:
+    """The layers once each: those that are alike were decoded into one object."""
+    return {id(layer): layer for layer in layers}.values()
 
 
 def _window(layer: LayerRecord) -> int:
