@@ -3,7 +3,7 @@
 SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test test-all lint clean models system
+.PHONY: help setup demo bench test test-all lint clean models system
 
 PYTHON ?= python3
 ENV := .venv
@@ -27,6 +27,9 @@ setup: $(ENV)/.ready $(OLD)/.ready ## Makes both environments: .venv, and .venv-
 demo: $(ENV)/.ready ## Runs the demo on a real model
 	@$(BIN)/python $(FETCH) smollm2
 	@$(BIN)/kvkeep demo
+
+bench: $(ENV)/.ready ## Measures kvkeep beside the machine's own speed
+	@$(BIN)/kvkeep bench
 
 test: setup lint models system ## Runs the checks and the tests, with both versions of transformers
 	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" --cov

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvkeep import compat
+from kvkeep import compat, saving
+from kvkeep.attachment import attachment_of
 from kvkeep.chat import stable_prefix
-from kvkeep.drafting import describe, draft_entry, entry_key
-from kvkeep.entry_format import EntryKey
-from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.fingerprint import depends_on_length
-from kvkeep.generation import attachment_of, refuse
+from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedRequestError
+from kvkeep.generation import refuse
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
-from kvkeep.layouts import LayerState, describe_layers, fill_cache, plan_layers
+from kvkeep.layouts import plan_layers
 from kvkeep.legacy import Pair, to_pairs
-from kvkeep.prefill import id_tensor, input_device, prefill
+from kvkeep.prefill import id_tensor, input_device
 from kvkeep.prompts import is_batch, is_messages, read_ids, read_prompt
 from kvkeep.records import Entry, GenerateReport, Identity, Match
-from kvkeep.storage.entries import EntryFile
+from kvkeep.serving import Serving
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
 
 log = logging.getLogger("kvkeep")
-
-_LENGTH_DEPENDENT = "its rotary frequencies change with the prompt's length, and KV of one length is wrong for another"
-
-SLACK = 3
-"""Rows that ``warm`` keeps of a sliding layer beyond its window: a prompt covered to its last token is trimmed by one,
-and text whose last tokens merge with what follows reaches back by two or three (measured on five tokenizers)."""
 
 
 class BoundStore:
@@ -49,6 +40,7 @@ class BoundStore:
     Attributes:
         store: the store.
         tokenizer: the tokenizer or processor, or ``None``.
+        guard: whether one token of every hit is computed again and compared.
         last_report: the report of the latest ``generate`` of any thread, or ``None``.
     """
 
@@ -60,14 +52,17 @@ class BoundStore:
         *,
         model_id: str | None = None,
         salt: str | None = None,
+        guard: bool = True,
         on_report: Callable[[GenerateReport], None] | None = None,
     ) -> None:
         self.store = store
+        self.guard = guard
         self.tokenizer = tokenizer
         self.last_report: GenerateReport | None = None
         self._on_report = on_report
         self._live = LiveIdentity(model, tokenizer, model_id=model_id, salt=salt)
         self._live.current()
+        self._serving = Serving(store, self._live, guard=guard, reported=self._reported)
 
     def identity(self) -> Identity:
         """What entries must have been computed with to be reused here, part by part."""
@@ -120,7 +115,7 @@ class BoundStore:
         """
         ids = self._read(prompt, tools, documents, chat_template_kwargs)
         cache = self._empty_cache(cache_implementation, max_cache_len, len(ids))
-        return cache if self.fill(cache, ids).tokens else None
+        return cache if self._serving.fill(cache, ids, guard=False).held else None
 
     def _read(
         self,
@@ -197,61 +192,45 @@ class BoundStore:
             ids = prefix.ids
         else:
             ids = self._read(prompt, tools, documents, chat_template_kwargs)
-        store, key = self.store, entry_key(ids, self.identity(), self.store.namespace_digest)
-        entry = store.get(key.hash)
-        if entry is None:
-            store.check_writable()
-            with store.locked(key.hash):
-                # Whoever held the lock before may just have stored it.
-                entry = store.get(key.hash) or self._prefill(key, ids, progress)
-        return entry if name is None else store.name(entry, name, pin=pin, ttl=ttl)
+        entry = saving.warm(self.store, self._live, self.tokenizer, ids, progress)
+        return entry if name is None else self.store.name(entry, name, pin=pin, ttl=ttl)
 
-    def _prefill(self, key: EntryKey, ids: TokenIds, progress: Callable[[int, int], None] | None) -> Entry:
-        model, total, began = self._keepable_model(), len(ids), time.perf_counter()
-        plans = plan_layers(compat.text_config(model))
-        cache = prefill(model, ids, progress=None if progress is None else lambda done: progress(done, total))
-        self.store.journal.prefilled(total, time.perf_counter() - began)
-        states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
-        return self.store.put(draft_entry(key, ids, states, model, self.tokenizer))
-
-    def save(self, cache: Any, input_ids: Any, *, name: str | None = None) -> Entry:
+    def save(self, cache: Any, input_ids: Any, *, name: str | None = None, guard: bool | None = None) -> Entry:
         """Store a cache that you prefilled yourself: a ``DynamicCache``, a ``StaticCache``, or a legacy tuple.
+
+        The model computes the last token again, and the cache must agree: nothing else can prove that it belongs to
+        this model and these ids. Where a sliding window has moved on, that takes the whole prefill.
 
         Args:
             cache: the cache of one sequence. It is only read.
             input_ids: exactly the ids that it holds: after ``generate`` that is one fewer than the sequence has.
             name: a name for the entry.
+            guard: ``False`` saves the cache unchecked. The bind's setting by default.
 
         Returns:
             The entry; the one that was there, if this prefix was stored before.
 
         Raises:
-            CacheMismatchError: if ids and cache disagree in length, or a layer is not filled.
+            CacheMismatchError: if ids and cache disagree in length, a layer is not filled, or the model computes
+                something else for these ids.
             UnsupportedCacheError: naming the class, for a cache or layer that kvkeep does not know.
             StoreReadOnlyError, StoreWriteError: if it could not be stored.
         """
-        self.store.check_writable()
-        model, ids = self._keepable_model(), read_ids(input_ids)
-        states = self._describe(cache, len(ids))
-        key = entry_key(ids, self.identity(), self.store.namespace_digest)
-        entry = self.store.put(draft_entry(key, ids, states, model, self.tokenizer))
+        entry = saving.save(
+            self.store,
+            self._live,
+            self.tokenizer,
+            cache,
+            read_ids(input_ids),
+            guard=self.guard if guard is None else guard,
+        )
         return entry if name is None else self.store.name(entry, name)
-
-    def _keepable_model(self) -> Any:
-        model = self._live.model()
-        if depends_on_length(model):
-            raise UnsupportedCacheError(f"{type(model).__name__}: {_LENGTH_DEPENDENT}")
-        return model
 
     def to_legacy(self, cache: Any) -> tuple[Pair, ...]:
         """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim]."""
-        return to_pairs(self._describe(cache, compat.cached_tokens(cache)))
-
-    def _describe(self, cache: Any, length: int) -> list[LayerState]:
         model = self._live.model()
-        if model.training:
-            raise UnsupportedRequestError("the model is in training mode, where caches are noisy: call model.eval()")
-        return describe(cache, plan_layers(compat.text_config(model)), length)
+        plans = plan_layers(compat.text_config(model))
+        return to_pairs(saving.describe_idle(model, cache, compat.cached_tokens(cache), plans))
 
     # --- generate ---
 
@@ -271,7 +250,7 @@ class BoundStore:
             generation config asks for a cache kind. They are for one call: ``generate`` changes the cache.
         """
         ids = self._read(prompt, tools, documents, chat_template_kwargs)
-        return {**self._model_inputs(ids), **self.arguments(ids)[0]}
+        return {**self._model_inputs(ids), **self._serving.arguments(ids, guard=self.guard)[0]}
 
     def _model_inputs(self, ids: TokenIds) -> dict[str, Any]:
         input_ids = id_tensor(ids).to(input_device(self._live.model()))
@@ -284,6 +263,7 @@ class BoundStore:
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        guard: bool | None = None,
         on_report: Callable[[GenerateReport], None] | None = None,
         **generate_kwargs: Any,
     ) -> Any:
@@ -306,7 +286,7 @@ class BoundStore:
                     raise InvalidRequestError(f"the prompt was given twice: as the first argument and as {name}=")
             inputs = self._inputs(prompt, tools, documents, chat_template_kwargs)
             generate_kwargs = {**inputs, **generate_kwargs}
-        with attachment_of(model).running(model, self) as call:
+        with attachment_of(model).running(model, self._serving, guard=self.guard if guard is None else guard) as call:
             out = model.generate(**generate_kwargs)
         report = call.finished()
         if on_report is not None:
@@ -347,49 +327,15 @@ class BoundStore:
     def attach(self) -> None:
         """Make ``model.generate`` itself reuse the store until :meth:`detach`."""
         model = self._live.model()
-        attachment_of(model).attach(model, self)
+        attachment_of(model).attach(model, self._serving)
 
     def detach(self) -> None:
         """End the latest :meth:`attach`; does nothing if there is none, or the model is gone."""
         model = self._live.model_or_none()
         if model is not None:
-            attachment_of(model).detach(model, self)
+            attachment_of(model).detach(model, self._serving)
 
-    # --- what the hand-over calls: see kvkeep.generation.Source ---
-
-    def fill(self, cache: Any, ids: TokenIds) -> Match:
-        """Fill an empty cache with the longest stored prefix of ``ids``, at most all but the last."""
-        model = self._live.model()
-        if depends_on_length(model):
-            return Match(tokens=0, entry=None, reason=f"rope: {_LENGTH_DEPENDENT}")
-
-        def use(file: EntryFile, tokens: int) -> None:
-            def read(number: int, first: int, last: int, targets: Mapping[str, Sequence[memoryview]]) -> None:
-                file.read_rows("layers", number, first, last, targets)
-
-            meta = file.header.meta
-            devices = compat.layer_devices(model, len(meta.layers))
-            fill_cache(cache, meta, file.header.tensors, tokens, read, devices)
-
-        try:
-            return self.store.serve(self.identity(), ids, limit=len(ids) - 1, use=use)
-        except Exception as error:  # whatever is wrong with a store, the caller's work goes on
-            if self.store.on_error == "raise":
-                raise
-            log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self.store.path, error)
-            return Match(tokens=0, entry=None, reason=f"error: {type(error).__name__}: {error}")
-
-    def arguments(self, ids: TokenIds) -> tuple[dict[str, Any], Match]:
-        """A filled cache as arguments for ``generate``, where it cannot be reached from inside; none on a miss."""
-        model = self._live.model()
-        cache = compat.dynamic_cache(compat.text_config(model))
-        match = self.fill(cache, ids)
-        if not match:
-            return {}, match
-        named = compat.names_cache_kind(getattr(model, "generation_config", None))
-        return {compat.GENERATE_CACHE_ARGUMENT: cache, **({"cache_implementation": None} if named else {})}, match
-
-    def reported(self, report: GenerateReport) -> None:
+    def _reported(self, report: GenerateReport) -> None:
         """Note what one call reused."""
         self.last_report = report
         self.store.journal.generated(report)

@@ -11,9 +11,10 @@ from kvkeep.forks import renew_after_fork
 from kvkeep.keys import BLOCK, TokenIds, common_prefix, prefix_chain
 from kvkeep.matching import PrefixIndex, usable
 from kvkeep.records import Identity
-from kvkeep.storage.entries import EntryFile, EntryFiles
+from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.index import Index, Row
+from kvkeep.storage.verified import FileIdentity
 
 log = logging.getLogger("kvkeep")
 
@@ -72,14 +73,14 @@ class Catalog:
             if not self._readonly:
                 self._index.discard(key)
 
-    def damaged(self, key: str, error: EntryDamagedError, file: EntryFile | None = None) -> None:
+    def damaged(self, key: str, error: EntryDamagedError, file: FileIdentity | None = None) -> None:
         """Drop a damaged entry and set its file aside; with ``file``, only if that very file still lies there."""
         self.forget(key)
         if isinstance(error, EntryUnknownError):
             log.warning("kvkeep: entry %s is left alone: %s", key, error.reason)
             return
         log.warning("kvkeep: entry %s is damaged (%s); it is set aside and will be computed again", key, error.reason)
-        self._files.quarantine(key, error.reason, identity=None if file is None else file.identity)
+        self._files.quarantine(key, error.reason, identity=file)
         self._on_damage(key)
 
     def _refresh(self) -> None:

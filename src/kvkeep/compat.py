@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,8 +36,13 @@ STATIC_SLIDING_LAYERS = tuple(
     if hasattr(_cache_utils, name)
 )
 
-SEAM = ("_expand_inputs_for_generation", "_prepare_cache_for_generation")
-"""The methods of ``GenerationMixin`` that the hand-over wraps; see ``generation``."""
+_PREFILLS = hasattr(GenerationMixin, "_prefill")
+SEAM = (
+    "_expand_inputs_for_generation",
+    "_prepare_cache_for_generation",
+    "_prefill" if _PREFILLS else "_update_model_kwargs_for_generation",
+)
+"""The methods of ``GenerationMixin`` that ``attachment`` wraps: the inputs, the cache, and the first forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +105,47 @@ def has_seam(model: torch.nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _class_has_seam(model_class: Any) -> bool:
-    expand, prepare = (getattr(model_class, name, None) for name in SEAM)
-    if expand is None or prepare is None:
+    if not all(hasattr(model_class, name) for name in SEAM):
         return False
     wanted = ["generation_config", "model_kwargs", "generation_mode"]
-    return list(inspect.signature(prepare).parameters)[1:4] == wanted
+    return list(inspect.signature(getattr(model_class, SEAM[1])).parameters)[1:4] == wanted
+
+
+def run_guarded(
+    model: Any,
+    original: Callable[..., Any],
+    ids: Any,
+    agrees: Callable[[Any], bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the last method of ``SEAM`` with the guard in it.
+
+    Args:
+        model: the model.
+        original: the method.
+        ids: the prompt's ids, [1, tokens].
+        agrees: called with the cache once the first forward pass is over; when it says no, the cache is empty and the
+            pass runs again over the whole prompt.
+        args: the arguments of the method by position.
+        kwargs: those by name.
+    """
+    if _PREFILLS:
+        outputs = original(*args, **kwargs)
+        if agrees(outputs[GENERATE_CACHE_ARGUMENT]):
+            return outputs
+        del outputs
+        return original(*args, **kwargs)
+    # 4.57: the method is called with what the pass returned, and before anything is sampled from it.
+    outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
+    model_kwargs = kwargs["model_kwargs"] if "model_kwargs" in kwargs else args[1]
+    if not agrees(model_kwargs[GENERATE_CACHE_ARGUMENT]):
+        model_kwargs["cache_position"] = torch.arange(ids.shape[1], device=ids.device)
+        wanted = {f"output_{name}": True for name in ("attentions", "hidden_states") if outputs.get(name) is not None}
+        inputs = model.prepare_inputs_for_generation(ids, **model_kwargs) | wanted
+        for name, value in model(**inputs, return_dict=True).items():
+            outputs[name] = value
+    return original(*args, **kwargs)
 
 
 def is_offloaded(cache: Any) -> bool:
@@ -129,6 +170,17 @@ def fill_dynamic(layer: Any, keys: torch.Tensor, values: torch.Tensor, seen: int
     window = getattr(layer, "_sliding_window_tensor", None)
     if window is not None:
         layer._sliding_window_tensor = window.to(keys.device)
+
+
+def empty_cache(cache: Any) -> None:
+    """Make a cache hold nothing, as it was when it was made. 4.57 only zeroes what grows, and keeps its length."""
+    cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DYNAMIC_LAYER):
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        elif layer.is_initialized:
+            set_static_length(layer, 0)
 
 
 def set_static_length(layer: Any, seen: int) -> None:

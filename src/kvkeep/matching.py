@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
-from kvkeep.entry_format import Media
+from kvkeep.entry_format import EntryMeta, Media
 from kvkeep.keys import BLOCK, DIGEST_SIZE, TokenIds, common_prefix, prefix_hash
 from kvkeep.records import Identity
-from kvkeep.storage.rows import Row
+from kvkeep.storage.rows import Row, has_snapshots, trims
 
 NEAR = 16
 """How many rows of a depth are offered on the chance that they share some tokens of one more block."""
@@ -250,3 +250,8 @@ def usable(
     if obstacle is None:
         return tokens, None
     return 0, f"trim: the prompt can use {tokens} of the entry's {end} tokens, and {obstacle}"
+
+
+def can_trim(meta: EntryMeta, tokens: int) -> bool:
+    """Whether the first ``tokens`` tokens of an entry, and at least one, can be used without the rest of it."""
+    return tokens > 0 and usable(trims(meta), has_snapshots(meta), meta.end, tokens, tokens, start=meta.start)[0] > 0

@@ -25,25 +25,34 @@ def prefill(model: Any, ids: TokenIds, *, progress: Callable[[int], None] | None
         InvalidPromptError: for an id that the model does not know.
         UnsupportedCacheError: if the model did not fill the cache it was given.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(ids.tolist(), default=0)
-    if largest >= rows:
-        raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
+    check_known(model, ids)
     cache = compat.complete_cache()
-    inputs = id_tensor(ids).to(input_device(model))
-    arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}
-    if compat.takes(model, "logits_to_keep"):
-        arguments["logits_to_keep"] = 1
-    with _evaluating(model), torch.no_grad():
-        for begin in range(0, len(ids), CHUNK):
-            model(input_ids=inputs[:, begin : begin + CHUNK], **arguments)
-            if progress is not None:
-                progress(min(begin + CHUNK, len(ids)))
+    for begin in range(0, len(ids), CHUNK):
+        feed(model, cache, ids[begin : begin + CHUNK])
+        if progress is not None:
+            progress(min(begin + CHUNK, len(ids)))
     if compat.cached_tokens(cache) != len(ids):
         raise UnsupportedCacheError(
             f"{type(model).__name__} left {compat.cached_tokens(cache)} tokens in the cache it was given for {len(ids)}"
         )
     return cache
+
+
+def check_known(model: Any, ids: TokenIds) -> None:
+    """Raise InvalidPromptError for an id that the model does not know."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(ids.tolist(), default=0)
+    if largest >= rows:
+        raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
+
+
+def feed(model: Any, cache: Any, ids: TokenIds) -> None:
+    """Extend a cache by these ids in one forward pass, without dropout and without gradients."""
+    arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}
+    if compat.takes(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = 1
+    with _evaluating(model), torch.no_grad():
+        model(input_ids=id_tensor(ids).to(input_device(model)), **arguments)
 
 
 def id_tensor(ids: TokenIds) -> torch.Tensor:

@@ -31,6 +31,7 @@ from kvkeep.storage.index import Row
 from kvkeep.storage.journal import Journal
 from kvkeep.storage.locks import KeyLocks
 from kvkeep.storage.refs import Ref, Refs
+from kvkeep.storage.verified import FileIdentity
 
 if TYPE_CHECKING:
     from kvkeep.bound import BoundStore
@@ -108,6 +109,7 @@ class CacheStore:
         *,
         model_id: str | None = None,
         salt: str | None = None,
+        guard: bool = True,
         on_report: Callable[[GenerateReport], None] | None = None,
     ) -> BoundStore:
         """Fingerprint the live model and tokenizer, and return the store as it is for exactly these.
@@ -117,11 +119,12 @@ class CacheStore:
             tokenizer: its tokenizer or processor; ``None`` if you only ever pass token ids.
             model_id: your own word for the weights, instead of hashing them.
             salt: anything that decides KV and that hashing cannot see.
+            guard: compute one token of every hit again and compare it, so that what hashing cannot see is seen.
             on_report: called with the report of every ``generate``.
         """
         from kvkeep.bound import BoundStore  # imports torch and transformers
 
-        return BoundStore(self, model, tokenizer, model_id=model_id, salt=salt, on_report=on_report)
+        return BoundStore(self, model, tokenizer, model_id=model_id, salt=salt, guard=guard, on_report=on_report)
 
     # --- what is stored ---
 
@@ -193,7 +196,7 @@ class CacheStore:
         except FileNotFoundError:
             return "the file is gone"
         except EntryDamagedError as error:
-            self._catalog.damaged(key, error, file)
+            self._catalog.damaged(key, error, None if file is None else file.identity)
             return error.reason
         return None
 
@@ -254,7 +257,7 @@ class CacheStore:
             except EntryDamagedError as error:
                 code = "unknown" if isinstance(error, EntryUnknownError) else "damaged"
                 trouble = f"{code}: {error.reason}"
-                self._catalog.damaged(key, error, file)
+                self._catalog.damaged(key, error, None if file is None else file.identity)
             except OSError as error:
                 if self.on_error == "raise":
                     raise
@@ -263,6 +266,10 @@ class CacheStore:
             except ValueError as error:
                 return Match(tokens=0, entry=None, reason=f"layout: {error}")
         return Match(tokens=0, entry=None, reason=trouble or "unreadable: the entries found were gone when opened")
+
+    def refute(self, key: str, reason: str, file: FileIdentity | None) -> None:
+        """Set an entry aside that is whole and yet wrong, as a live model has shown; with ``file``, only that file."""
+        self._catalog.damaged(key, EntryDamagedError(reason), file)
 
     @contextmanager
     def locked(self, key: str) -> Iterator[bool]:

@@ -93,7 +93,7 @@ def test_warm_restores_the_training_mode_and_prefills_without_dropout(tmp_path: 
     control = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     assert torch.equal(kv.generate(ids, max_new_tokens=4, do_sample=False), control)
     assert kv.last_report is not None
-    assert kv.last_report.reused_tokens == 40
+    assert kv.last_report.reused_tokens == 39
 
 
 def test_names_pins_and_their_rules(kv: BoundStore) -> None:
@@ -273,7 +273,7 @@ def test_a_read_only_store_serves_and_never_writes(model: Any, kv: BoundStore) -
     assert readonly.warm(ids).tokens == PREFIX  # stored: nothing to write
     readonly.generate(ids, max_new_tokens=2)
     assert readonly.last_report is not None
-    assert readonly.last_report.reused_tokens == PREFIX - 1
+    assert readonly.last_report.reused_tokens == PREFIX - 2
     with pytest.raises(StoreReadOnlyError):
         readonly.warm(random_ids(20, seed=5))
     with pytest.raises(StoreReadOnlyError):
@@ -314,7 +314,7 @@ def test_saving_what_generate_returned_is_one_token_short_and_says_so(model: Any
     control = model.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=4, do_sample=False)
     assert torch.equal(kv.generate(longer, max_new_tokens=4, do_sample=False), control)
     assert kv.last_report is not None
-    assert kv.last_report.reused_tokens == 27
+    assert kv.last_report.reused_tokens == 26
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -335,7 +335,9 @@ def test_a_legacy_tuple_is_saved_and_generated_from(tmp_path: Path, name: str) -
     control = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     assert torch.equal(kv.generate(ids, max_new_tokens=4, do_sample=False), control)
     assert kv.last_report is not None
-    assert kv.last_report.reused_tokens == 30
+    assert kv.last_report.reused_tokens == (
+        30 if name == "gemma3" else 29
+    )  # a window that has moved on cannot be guarded
 
 
 def test_odd_tuples_are_refused_by_layer(model: Any, kv: BoundStore) -> None:
@@ -490,6 +492,6 @@ def test_a_longer_damaged_entry_makes_way_for_a_shorter_whole_one(model: Any, kv
     control = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     assert torch.equal(again.generate(ids, max_new_tokens=4, do_sample=False), control)
     assert again.last_report is not None
-    assert again.last_report.reused_tokens == 280
+    assert again.last_report.reused_tokens == 279
     assert again.last_report.reason is not None
     assert again.last_report.reason.startswith("damaged: ")

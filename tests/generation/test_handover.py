@@ -13,11 +13,12 @@ from tiny_models import TINY_NAMES, VOCABULARY, build_tiny
 from transformers import GenerationConfig, pipeline
 
 from kvkeep import CacheStore, GenerateReport, compat
+from kvkeep.attachment import attachment_of
 from kvkeep.bound import BoundStore
 from kvkeep.errors import InvalidRequestError, UnsupportedRequestError
-from kvkeep.generation import attachment_of
 
 PREFIX = 40
+REUSED = PREFIX - 1  # the guard feeds one of the tokens that are stored
 TOLERANCE = 2e-4  # right is below it in float32, wrong is above 0.1
 
 
@@ -72,7 +73,7 @@ def masked(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("cache_implementation", [None, "dynamic", "static"])
 @pytest.mark.parametrize(
     ("prompt", "reused"),
-    [(PREFIX + 9, PREFIX), (PREFIX + 1, PREFIX), (PREFIX, PREFIX - 1), (PREFIX - 1, PREFIX - 2), (1, 0)],
+    [(PREFIX + 9, REUSED), (PREFIX + 1, REUSED), (PREFIX, REUSED - 1), (PREFIX - 1, REUSED - 2), (1, 0)],
 )
 def test_every_length_of_prompt_gives_the_control_and_feeds_only_what_is_new(
     model: Any, kv: BoundStore, prompt: int, reused: int, cache_implementation: str | None
@@ -108,7 +109,7 @@ def test_a_diverging_prompt_reuses_what_is_common_or_says_why_not(model: Any, kv
     assert report is not None
     if model.config.model_type == "llama":
         assert (report.reused_tokens, report.reason) == (
-            30,
+            29,
             "diverged: the stored prefix goes on otherwise at token 30",
         )
     else:
@@ -124,7 +125,7 @@ def test_one_stored_prefix_serves_several_requests_unchanged(model: Any, kv: Bou
         prompt = torch.cat([ids, random_ids(5, seed=seed)], dim=1)
         assert_same(outcome(kv.generate, prompt), outcome(model.generate, **masked(prompt)))
         assert kv.last_report is not None
-        assert kv.last_report.reused_tokens == PREFIX
+        assert kv.last_report.reused_tokens == REUSED
 
 
 def test_sampling_with_one_seed_gives_one_text(model: Any, kv: BoundStore) -> None:
@@ -137,7 +138,7 @@ def test_sampling_with_one_seed_gives_one_text(model: Any, kv: BoundStore) -> No
     ours = outcome(kv.generate, ids, **options)
     assert_same(ours, control)
     assert kv.last_report is not None
-    assert kv.last_report.reused_tokens == PREFIX
+    assert kv.last_report.reused_tokens == REUSED
     torch.manual_seed(8)
     assert not torch.equal(outcome(kv.generate, ids, **options)[0], ours[0])
 
@@ -153,7 +154,7 @@ def test_a_config_that_names_a_cache_kind_is_served_and_left_alone(tmp_path: Pat
     before = model.generation_config.to_dict()  # 4.57 itself drops "hybrid" from it
     assert_same(outcome(kv.generate, ids), control)
     assert kv.last_report is not None
-    assert (kv.last_report.reused_tokens, kv.last_report.reason) == (PREFIX, None)
+    assert (kv.last_report.reused_tokens, kv.last_report.reason) == (REUSED, None)
     assert_same(outcome(model.generate, **kv.prepare(ids)), control)
     assert model.generation_config.to_dict() == before
 
@@ -167,7 +168,7 @@ def test_prepare_gives_arguments_for_the_callers_own_generate(model: Any, kv: Bo
     inputs = kv.prepare(ids)
     assert sorted(inputs) == sorted(["attention_mask", "input_ids", compat.GENERATE_CACHE_ARGUMENT])
     assert_same(outcome(model.generate, **inputs), control)
-    assert fed.close()[0] == 5
+    assert fed.close()[:2] == [1, 5]  # the guard's token has a pass of its own here
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_attached_serves_a_pipeline_and_puts_the_model_back_exactly(
     with kv.attached(), kv.attached():
         assert pipe(chat, **options) == control
         assert kv.last_report is not None
-        assert kv.last_report.reused_tokens == kv.lookup(chat).tokens > 40
+        assert kv.last_report.reused_tokens == kv.lookup(chat).tokens - 1 > 40
         kv.detach()  # one of two: still attached
         assert pipe(chat, **options) == control
         kv.attach()
@@ -322,7 +323,7 @@ def test_threads_on_one_model_do_not_mix_their_calls(llama: Any, tmp_path: Path)
             ours = outcome(bound.generate, prompts[number], on_report=reports.append)
             if not torch.equal(ours[0], controls[number][0]) or (ours[1] - controls[number][1]).abs().max() > TOLERANCE:
                 failures.append(f"thread {number} got another text")
-        if [report.reused_tokens for report in reports] != [PREFIX - number] * 4:
+        if [report.reused_tokens for report in reports] != [REUSED - number] * 4:
             failures.append(f"thread {number} reused {reports}")
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(prompts))]
@@ -350,9 +351,9 @@ def test_without_the_seam_a_cache_is_passed_in(
     ):
         fed = Fed(llama)
         assert_same(outcome(generate), control)
-        assert fed.close()[0] == 5
+        assert fed.close()[:2] == [1, 5]  # the guard's token has a pass of its own here
         assert kv.last_report is not None
-        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (PREFIX, None)
+        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (REUSED, None)
     assert torch.equal(
         kv.generate(ids, num_beams=2, max_new_tokens=4), llama.generate(**masked(ids), num_beams=2, max_new_tokens=4)
     )

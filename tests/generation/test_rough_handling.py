@@ -117,7 +117,7 @@ def test_a_config_by_position_is_respected_behind_a_wrapper(
         with kv.attached():
             named = wrapper.generate(**masked(ids), generation_config=config, stopping_criteria=[])
         assert torch.equal(named, control)
-        assert kv.last_report.reused_tokens == (0 if "num_beams" in settings else 30)
+        assert kv.last_report.reused_tokens == (0 if "num_beams" in settings else 29)
 
 
 def test_a_copy_made_while_attached_generates_with_its_own_weights(kv: BoundStore, llama: Any) -> None:
@@ -171,7 +171,7 @@ def test_tuples_that_hold_more_or_cannot_tell_are_refused(tmp_path: Path) -> Non
     window = (torch.zeros(1, 2, 7, 16), torch.zeros(1, 2, 7, 16))
     with pytest.raises(CacheMismatchError, match="how many tokens it has seen"):
         kv.save((window,) * 3, random_ids(19))
-    assert kv.save((window,) * 3, random_ids(7)).tokens == 7
+    assert kv.save((window,) * 3, random_ids(7), guard=False).tokens == 7
 
 
 def test_a_window_of_one_token_is_refused(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_one_generate_within_another_is_not_the_others(kv: BoundStore, llama: An
     control = llama.generate(**masked(ids), max_new_tokens=4, do_sample=False)
     assert torch.equal(kv.generate(ids, max_new_tokens=4, do_sample=False, streamer=Streamer()), control)
     assert kv.last_report is not None
-    assert (kv.last_report.prompt_tokens, kv.last_report.reused_tokens) == (40, 30)
+    assert (kv.last_report.prompt_tokens, kv.last_report.reused_tokens) == (40, 29)
 
 
 def test_a_wrapper_that_somebody_puts_in_front_meanwhile_stays(kv: BoundStore, llama: Any) -> None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "verify": "kvkeep.cli.verify",
     "rm": "kvkeep.cli.rm",
     "stats": "kvkeep.cli.stats",
+    "bench": "kvkeep.cli.bench",
 }
 """The subcommands in the order of ``--help``, with the modules whose ``command`` they are."""
 

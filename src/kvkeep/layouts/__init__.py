@@ -1,5 +1,6 @@
 """How each kind of cache layer is described, allocated and finished, and the table that says which is which."""
 
+from kvkeep.layouts.attention import sliding_start
 from kvkeep.layouts.base import LayerCodec, LayerState
 from kvkeep.layouts.cachemap import (
     DTYPE_NAMES,
@@ -22,4 +23,5 @@ __all__ = [
     "head_buffers",
     "plan_layers",
     "register_layer_codec",
+    "sliding_start",
 ]

@@ -107,8 +107,14 @@ def fill_cache(
     tokens: int,
     read: ReadRows,
     devices: Sequence[torch.device],
-) -> None:
+    *,
+    next_row: bool = False,
+) -> list[dict[str, torch.Tensor]] | None:
     """Make an empty cache hold the first ``tokens`` tokens of an entry, bit for bit.
+
+    Returns:
+        With ``next_row`` the rows of the token behind these: for each layer by role, each [heads, 1, dim] on the CPU,
+        and nothing for a layer without rows.
 
     Raises:
         ValueError: where the entry does not fit this cache; nothing was read then.
@@ -126,9 +132,26 @@ def fill_cache(
         filled = [_fill(job, tokens, read, devices[job.number], arena) for job in jobs]
         for job, rows in zip(jobs, filled, strict=True):
             job.codec.finish(job.layer, rows, tokens)
+        return _read_row(meta, tensors, tokens, read) if next_row else None
     except BaseException:
-        cache.reset()
+        compat.empty_cache(cache)
         raise
+
+
+def _read_row(
+    meta: EntryMeta, tensors: Mapping[str, TensorSpec], position: int, read: ReadRows
+) -> list[dict[str, torch.Tensor]]:
+    found: list[dict[str, torch.Tensor]] = []
+    for number, record in enumerate(meta.layers):
+        rows = {}
+        for role in record.roles("rows"):
+            spec = tensors[tensor_name("layers", number, role)]
+            rows[role] = torch.empty((spec.shape[0], 1, spec.shape[2]), dtype=_TORCH_DTYPES[spec.dtype])
+        if rows:
+            at = position - record.first
+            read(number, at, at + 1, {role: head_buffers(row) for role, row in rows.items()})
+        found.append(rows)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

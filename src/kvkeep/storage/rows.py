@@ -81,10 +81,8 @@ class Row:
             prefix=meta.key.prefix,
             form=meta.key.form,
             chain=bytes(chain),
-            trims=tuple(sorted({(layer.first, _window(layer)) for layer in _distinct(meta.layers) if layer.rows})),
-            # Model state is not known to be right anywhere but at the end, so it counts as a snapshot.
-            snapshots=bool(meta.state)
-            or any("snapshot" in layer.tensors.values() for layer in _distinct((*meta.layers, *(meta.cross or ())))),
+            trims=trims(meta),
+            snapshots=has_snapshots(meta),
             media=meta.key.media,
             tp=meta.key.tp,
         )
@@ -155,6 +153,17 @@ class Row:
         if len(row.chain) != DIGEST_SIZE * chain_length(row.start, row.end):
             raise ValueError("the row's chain does not have the length of its stretch")
         return row
+
+
+def trims(meta: EntryMeta) -> tuple[tuple[int, int], ...]:
+    """For an entry's layers with rows, the distinct pairs (first stored row, window; 0 is a full layer)."""
+    return tuple(sorted({(layer.first, _window(layer)) for layer in _distinct(meta.layers) if layer.rows}))
+
+
+def has_snapshots(meta: EntryMeta) -> bool:
+    """Whether an entry holds state that is valid at its end only. Model state is not known to be right elsewhere."""
+    layers = _distinct((*meta.layers, *(meta.cross or ())))
+    return bool(meta.state) or any("snapshot" in layer.tensors.values() for layer in layers)
 
 
 def _distinct(layers: Sequence[LayerRecord]) -> Iterable[LayerRecord]:

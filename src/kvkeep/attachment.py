@@ -1,0 +1,189 @@
+"""Being part of ``model.generate``: how a stored prefix gets into the cache that transformers prepares itself.
+
+``generate`` expands its inputs, prepares an empty cache of whatever kind was asked for, and then feeds what that cache
+does not hold yet. Between the last two steps an :class:`Attachment` fills the cache. Nothing is passed in, so nothing
+can contradict a configuration, and every kind of cache that has a codec is served where it lies. Where a model's
+``generate`` does not take these steps, a filled dynamic cache is passed in instead.
+
+While attached, ``generate`` (to see its arguments) and the methods of ``compat.SEAM`` are shadowed on the instance. The
+last of them is where the first forward pass is over and nothing is sampled yet: the guard's place. Detaching puts back
+exactly what was there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvkeep import compat
+from kvkeep.forks import renew_after_fork
+from kvkeep.generation import Call, Source
+
+
+class _Shadow:
+    """A method of one model's instance, in front of the one that was there. A copy of the model gets its own method."""
+
+    def __init__(self, model: Any, name: str, call: Callable[..., Any]) -> None:
+        self._model = weakref.ref(model)
+        self._name = name
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._model()))  # still without attributes of its own: the class answers
+        return self if copied is None else getattr(copied, self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model(), self._name)
+
+
+class Attachment:
+    """The shadowed methods of one model, shared by everybody who is attached to it.
+
+    Sources attached by :meth:`attach` serve every call in every thread, the latest first. A call that runs inside
+    :meth:`running` is served by its own source.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self._users = 0
+        self._replaced: dict[str, tuple[Any, _Shadow]] = {}
+        self._local = threading.local()
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew."""
+        self._lock = threading.Lock()
+
+    # --- who is attached ---
+
+    def attach(self, model: Any, source: Source) -> None:
+        """Serve every ``generate`` of the model from ``source``, until :meth:`detach`."""
+        self._shadow(model)
+        with self._lock:
+            self._sources.append(source)
+
+    def detach(self, model: Any, source: Source) -> None:
+        """End the latest :meth:`attach` of this source; does nothing if there is none."""
+        with self._lock:
+            attached = [number for number, one in enumerate(self._sources) if one is source]
+            if not attached:
+                return
+            del self._sources[attached[-1]]
+        self._unshadow(model)
+
+    @contextmanager
+    def running(self, model: Any, source: Source, *, guard: bool) -> Iterator[Call]:
+        """Serve the first ``generate`` of this thread, within the block, from ``source``."""
+        outer = self._call
+        call = self._local.call = Call(source, guard)
+        self._shadow(model)
+        try:
+            yield call
+        finally:
+            self._unshadow(model)
+            self._local.call = outer
+
+    @property
+    def _call(self) -> Call | None:
+        """The call of this thread that still waits for its cache or has just had it."""
+        return getattr(self._local, "call", None)
+
+    # --- the shadowed methods ---
+
+    def _shadow(self, model: Any) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            wraps = {"generate": self._generate}
+            if compat.has_seam(model):
+                wraps |= dict(zip(compat.SEAM, (self._expand, self._prepare, self._guard), strict=True))
+            for name, wrap in wraps.items():
+                shadow = _Shadow(model, name, wrap(model, getattr(model, name)))
+                self._replaced[name] = model.__dict__.get(name), shadow
+                model.__dict__[name] = shadow
+
+    def _unshadow(self, model: Any) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for name, (before, shadow) in self._replaced.items():
+                if model.__dict__.get(name) is not shadow:
+                    continue  # somebody else has put theirs in front meanwhile
+                if before is None:
+                    del model.__dict__[name]
+                else:
+                    model.__dict__[name] = before
+            self._replaced.clear()
+
+    def _generate(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            outer = self._call
+            call = outer if outer is not None and not outer.taken else None
+            if call is None and self._sources:  # nobody's own call: whoever is attached serves it
+                call = Call(self._sources[-1], self._sources[-1].guard)
+            self._local.call = call  # none, too: one generate within another is not the other's
+            try:
+                if call is None:
+                    return original(*args, **kwargs)
+                call.arguments, call.taken = kwargs, True
+                if not compat.has_seam(model):
+                    kwargs = call.pass_in(model, args, kwargs)
+                return original(*args, **kwargs)
+            finally:
+                if call is not None and call.witness is not None:
+                    call.witness.release()
+                self._local.call = outer
+
+        return generate
+
+    def _expand(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def expand(*args: Any, **kwargs: Any) -> Any:
+            call = self._call
+            if call is not None and call.waits:
+                call.ids = kwargs.get("input_ids")
+                call.expansion = int(kwargs.get("expand_size", 1))
+            return original(*args, **kwargs)
+
+        return expand
+
+    def _prepare(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare(
+            generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            given = any(model_kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+            result = original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+            call = self._call
+            if call is not None and call.waits:
+                call.hand_over(model, generation_config, model_kwargs, generation_mode, given)
+            return result
+
+        return prepare
+
+    def _guard(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            call = self._call
+            if call is None or call.witness is None:
+                return original(*args, **kwargs)
+            return compat.run_guarded(model, original, call.ids, lambda cache: call.judge(model, cache), args, kwargs)
+
+        return guarded
+
+
+_attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
+_attachments_lock = threading.Lock()
+
+
+def attachment_of(model: Any) -> Attachment:
+    """The one attachment of a model."""
+    with _attachments_lock:
+        return _attachments.setdefault(model, Attachment())

@@ -1,0 +1,133 @@
+"""The guard: a cached token is computed again, and its rows are compared with the stored ones before they are used.
+
+Hashes say that an entry was computed by this model from these ids, as far as hashing sees. The guard asks the model
+itself: a hit hands out one cached token fewer, the forward pass that comes anyway computes that token's keys and
+values, and a row that differs by more than rounding proves that the stored KV is not this model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvkeep import compat
+from kvkeep.keys import TokenIds
+from kvkeep.prefill import feed
+
+StoredRow = Sequence[Mapping[str, torch.Tensor]]
+"""What is stored of one token: for each layer its rows by role, each [heads, 1, dim]; nothing for layers without."""
+
+LIMITS: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-5,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+"""The largest relative difference between two honest rows, by the number format they were computed in."""
+
+_MATMUL_FORMATS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
+
+
+class Witness:
+    """Takes down the first row that a forward pass computes for each layer of a cache.
+
+    Until :meth:`release`, ``update`` of every layer is shadowed on the instance.
+
+    Args:
+        cache: the cache that the pass will extend.
+        stored: the stored rows of the token that it will compute first.
+    """
+
+    def __init__(self, cache: Any, stored: StoredRow) -> None:
+        self._stored = stored
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers = [layer for layer, rows in zip(cache.layers, stored, strict=True) if rows]
+        for number, (layer, rows) in enumerate(zip(cache.layers, stored, strict=True)):
+            if rows:
+                layer.update = self._recorder(number, layer.update)
+
+    def _recorder(self, number: int, update: Callable[..., Any]) -> Callable[..., Any]:
+        def record(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if number not in self._seen:
+                self._seen[number] = keys[:, :, 0].detach().clone(), values[:, :, 0].detach().clone()
+            return update(keys, values, *args, **kwargs)
+
+        return record
+
+    def release(self) -> None:
+        """Take the shadows off."""
+        for layer in self._layers:
+            vars(layer).pop("update", None)
+
+    def objection(self, model: Any) -> str | None:
+        """Why the stored rows are not those that the model computed, or ``None`` if they are."""
+        pairs = []
+        for number, rows in enumerate(self._stored):
+            if not rows:
+                continue
+            if number not in self._seen:
+                return f"layer {number} was not computed again"
+            pairs += list(zip(self._seen[number], (rows["keys"], rows["values"]), strict=True))
+        if not pairs:
+            return None
+        error, limit = largest_error(pairs), limit_for(model, pairs[0][1].dtype)
+        if error <= limit:  # not the other way round: a NaN is no agreement
+            return None
+        return f"a row computed again differs from the stored one by {error:.1e} of its size (limit {limit:.0e})"
+
+
+def largest_error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The largest difference within the pairs of rows (new, old), each relative to its old row, as 2-norms.
+
+    Args:
+        pairs: new rows [batch, heads, dim], old rows [heads, 1, dim].
+    """
+    by_shape: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for new, old in pairs:
+        by_shape.setdefault((new.shape, new.device), []).append((new, old.squeeze(1)))
+    errors = []
+    for (_, device), group in by_shape.items():
+        new = torch.stack([pair[0] for pair in group]).flatten(2).float()
+        old = torch.stack([pair[1] for pair in group]).flatten(1).float().to(device)[:, None]
+        scale = torch.linalg.vector_norm(old, dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        errors.append((torch.linalg.vector_norm(new - old, dim=-1) / scale).flatten().cpu())
+    return float(torch.cat(errors).max())
+
+
+def limit_for(model: Any, dtype: torch.dtype) -> float:
+    """The limit for rows of this dtype, as precisely as the model computes them now."""
+    formats: list[torch.dtype] = [dtype]
+    device = model.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        formats.append(torch.get_autocast_dtype(device))
+    weights = getattr(model, "dtype", dtype)
+    if weights in LIMITS:
+        formats.append(weights)
+    if torch.float32 in formats:
+        formats.append(_MATMUL_FORMATS[torch.get_float32_matmul_precision()])
+    return max(LIMITS.get(one, max(LIMITS.values())) for one in formats)
+
+
+def prove(model: Any, cache: Any, ids: TokenIds, stored: StoredRow) -> str | None:
+    """Feed the token that follows what the cache holds, and compare its rows with the stored ones.
+
+    The cache holds one token more afterwards.
+
+    Args:
+        model: the live model.
+        cache: a filled cache.
+        ids: the ids; the one at the cache's length is fed.
+        stored: the stored rows of that token.
+
+    Returns:
+        Why they are not the model's, or ``None`` if they are.
+    """
+    held = compat.cached_tokens(cache)
+    witness = Witness(cache, stored)
+    try:
+        feed(model, cache, ids[held : held + 1])
+    finally:
+        witness.release()
+    return witness.objection(model)

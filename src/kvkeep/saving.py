@@ -1,0 +1,117 @@
+"""Storing: prefixes that are prefilled here, and caches that the user prefilled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvkeep import compat
+from kvkeep.compat import LayerPlan
+from kvkeep.drafting import describe, draft_entry, entry_key
+from kvkeep.entry_format import EntryKey
+from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
+from kvkeep.fingerprint import depends_on_length
+from kvkeep.guard import prove
+from kvkeep.identity import LiveIdentity
+from kvkeep.keys import TokenIds
+from kvkeep.layouts import LayerState, describe_layers, plan_layers, sliding_start
+from kvkeep.prefill import check_known, prefill
+from kvkeep.records import Entry
+
+if TYPE_CHECKING:
+    from kvkeep.store import CacheStore
+
+SLACK = 4
+"""Rows that a warmed entry keeps of a sliding layer beyond its window: the guard computes one again, a prompt covered
+to its last token is trimmed by one, and text whose last tokens merge with what follows reaches back by two or three
+(measured on five tokenizers)."""
+
+LENGTH_DEPENDENT = "its rotary frequencies change with the prompt's length, and KV of one length is wrong for another"
+
+
+def warm(
+    store: CacheStore,
+    live: LiveIdentity,
+    tokenizer: Any,
+    ids: TokenIds,
+    progress: Callable[[int, int], None] | None,
+) -> Entry:
+    """Prefill and store these ids, unless they are stored already; one process does it, the others wait for it."""
+    key = entry_key(ids, live.current(), store.namespace_digest)
+    entry = store.get(key.hash)
+    if entry is None:
+        store.check_writable()
+        with store.locked(key.hash):
+            # Whoever held the lock before may just have stored it.
+            entry = store.get(key.hash) or _prefill(store, key, live.model(), tokenizer, ids, progress)
+    return entry
+
+
+def _prefill(
+    store: CacheStore,
+    key: EntryKey,
+    model: Any,
+    tokenizer: Any,
+    ids: TokenIds,
+    progress: Callable[[int, int], None] | None,
+) -> Entry:
+    plans, total, began = _plans(model), len(ids), time.perf_counter()
+    cache = prefill(model, ids, progress=None if progress is None else lambda done: progress(done, total))
+    store.journal.prefilled(total, time.perf_counter() - began)
+    states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
+    return store.put(draft_entry(key, ids, states, model, tokenizer))
+
+
+def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids: TokenIds, *, guard: bool) -> Entry:
+    """Store a cache that the user prefilled with exactly these ids."""
+    store.check_writable()
+    model = live.model()
+    plans = _plans(model)
+    states = describe_idle(model, cache, len(ids), plans)
+    key = entry_key(ids, live.current(), store.namespace_digest)
+    if guard:
+        objection = _objection(model, ids, states, plans)
+        if objection is not None:
+            raise CacheMismatchError(
+                f"the cache does not hold what this model computes for these ids: {objection}. Save it with the model "
+                "and exactly the ids it was prefilled with (guard=False saves it unchecked)"
+            )
+    return store.put(draft_entry(key, ids, states, model, tokenizer))
+
+
+def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan]) -> list[LayerState]:
+    """Describe a cache of a model that is not being trained."""
+    if model.training:
+        raise UnsupportedRequestError("the model is in training mode, where caches are noisy: call model.eval()")
+    return describe(cache, plans, length)
+
+
+def _plans(model: Any) -> tuple[LayerPlan, ...]:
+    if depends_on_length(model):
+        raise UnsupportedCacheError(f"{type(model).__name__}: {LENGTH_DEPENDENT}")
+    return plan_layers(compat.text_config(model))
+
+
+def _objection(model: Any, ids: TokenIds, states: Sequence[LayerState], plans: Sequence[LayerPlan]) -> str | None:
+    """Why the model, asked to compute the last token again, says that these states are not its own."""
+    check_known(model, ids)
+    last = len(ids) - 1
+    row = [{role: rows[:, -1:] for role, rows in state.tensors.items()} for state in states]
+    if all(state.record.first <= sliding_start(plan, last) for state, plan in zip(states, plans, strict=True)):
+        cache = _before(model, states, plans, last)
+    else:  # a window that has moved on keeps no row for the token before: only the whole prefill can tell
+        cache = prefill(model, ids[:last])
+    return prove(model, cache, ids, row)
+
+
+def _before(model: Any, states: Sequence[LayerState], plans: Sequence[LayerPlan], tokens: int) -> Any:
+    """A cache of the first ``tokens`` tokens, of the very memory that the states lie in."""
+    cache = compat.dynamic_cache(compat.text_config(model))
+    devices = compat.layer_devices(model, len(states))
+    for layer, state, plan, device in zip(cache.layers, states, plans, devices, strict=True):
+        begin = sliding_start(plan, tokens) - state.record.first
+        keys, values = (state.tensors[role][None, :, begin:-1].to(device) for role in ("keys", "values"))
+        if tokens:
+            compat.fill_dynamic(layer, keys, values, tokens)
+    return cache
