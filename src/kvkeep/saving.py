@@ -12,7 +12,7 @@ from kvkeep.drafting import describe, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
 from kvkeep.fingerprint import depends_on_length
-from kvkeep.guard import prove
+from kvkeep.guard import objection_to, prove, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import LayerState, describe_layers, plan_layers, sliding_start
@@ -94,15 +94,32 @@ def _plans(model: Any) -> tuple[LayerPlan, ...]:
 
 
 def _objection(model: Any, ids: TokenIds, states: Sequence[LayerState], plans: Sequence[LayerPlan]) -> str | None:
-    """Why the model, asked to compute the last token again, says that these states are not its own."""
+    """Why the model says that these states are not what it computes for these ids.
+
+    The rows of a layer that has them all say whether the ids are right, each of them; the rows of the last token, in
+    every layer, say whether the model is. Where windows have moved on, only the whole prefill can say either.
+    """
     check_known(model, ids)
     last = len(ids) - 1
     row = [{role: rows[:, -1:] for role, rows in state.tensors.items()} for state in states]
-    if all(state.record.first <= sliding_start(plan, last) for state, plan in zip(states, plans, strict=True)):
+    if not last:
+        return prove(model, _before(model, states, plans, 0), ids, row)
+    whole = next((number for number, state in enumerate(states) if state.record.first == 0), None)
+    if whole is not None and all(
+        state.record.first <= sliding_start(plan, last) for state, plan in zip(states, plans, strict=True)
+    ):
         cache = _before(model, states, plans, last)
-    else:  # a window that has moved on keeps no row for the token before: only the whole prefill can tell
+        computed = rows_of_layer(model, ids[:last], whole)
+    else:
+        whole = len(states) - 1 if whole is None else whole  # the deepest layer depends on the most ids
         cache = prefill(model, ids[:last])
-    return prove(model, cache, ids, row)
+        computed = cache.layers[whole].keys, cache.layers[whole].values
+    record, tensors = states[whole].record, states[whole].tensors
+    pairs = [
+        (new[0, :, record.first :].transpose(0, 1), tensors[role][:, :-1].transpose(0, 1))
+        for role, new in zip(("keys", "values"), computed, strict=True)
+    ]
+    return objection_to(model, pairs) or prove(model, cache, ids, row)
 
 
 def _before(model: Any, states: Sequence[LayerState], plans: Sequence[LayerPlan], tokens: int) -> Any:

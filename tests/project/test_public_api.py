@@ -31,8 +31,8 @@ def test_the_names() -> None:
         "__version__",
     ]
     assert all(getattr(kvkeep, name) is not None for name in kvkeep.__all__)
-    bound = "arguments attach attached detach fill generate identity load lookup prepare refresh reported save"
-    store = "bind check_writable entries entry find get header locked name put read_ids remove serve verify"
+    bound = "attach attached detach generate identity load lookup prepare refresh save"
+    store = "bind check_writable entries entry find get header locked name put read_ids refute remove serve verify"
     assert public(kvkeep.BoundStore) == [*bound.split(), "to_legacy", "warm"]
     assert public(kvkeep.CacheStore) == store.split()
     with pytest.raises(AttributeError, match="nothing_of_ours"):
