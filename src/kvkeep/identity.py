@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from kvkeep.errors import InvalidRequestError
-from kvkeep.fingerprint import ModelWatch, fingerprint_model, fingerprint_tokenizer
+from kvkeep.fingerprint import ModelWatch, depends_on_length, fingerprint_model, fingerprint_tokenizer
 from kvkeep.forks import renew_after_fork
 from kvkeep.keys import digest_fields, model_digest
 from kvkeep.records import Identity
@@ -27,7 +27,7 @@ class LiveIdentity:
         self._model = weakref.ref(model)
         self._tokenizer = fingerprint_tokenizer(tokenizer)
         self._model_id, self._salt = model_id, salt
-        self._known: tuple[ModelWatch, Identity] | None = None
+        self._known: tuple[ModelWatch, Identity, bool] | None = None
         self.after_fork()
         renew_after_fork(self)
 
@@ -53,13 +53,17 @@ class LiveIdentity:
                 self._known = self._hash()
             return self._known[1]
 
+    def depends_on_length(self) -> bool:
+        """Whether KV of the model last hashed depends on a prompt's length: ``fingerprint.depends_on_length``."""
+        return self._known is not None and self._known[2]
+
     def refresh(self) -> Identity:
         """Hash again, after an update that no check can see."""
         with self._mutex:
             self._known = self._hash()
             return self._known[1]
 
-    def _hash(self) -> tuple[ModelWatch, Identity]:
+    def _hash(self) -> tuple[ModelWatch, Identity, bool]:
         model = self.model()
         # Watched before it is hashed: a change meanwhile is then seen at the next call.
         watch = ModelWatch(model, weights=self._model_id is None)
@@ -67,7 +71,7 @@ class LiveIdentity:
         weights = parts.weights
         if self._salt is not None:
             weights = digest_fields("kvkeep/salt/1", bytes.fromhex(weights), self._salt.encode()).hex()
-        return watch, Identity(
+        identity = Identity(
             weights=weights,
             config=parts.config,
             adapters=parts.adapters,
@@ -75,3 +79,4 @@ class LiveIdentity:
             tokenizer=self._tokenizer,
             model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
         )
+        return watch, identity, depends_on_length(model)

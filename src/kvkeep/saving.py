@@ -11,7 +11,6 @@ from kvkeep.compat import LayerPlan
 from kvkeep.drafting import describe, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.fingerprint import depends_on_length
 from kvkeep.guard import objection_to, prove, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
@@ -44,19 +43,19 @@ def warm(
         store.check_writable()
         with store.locked(key.hash):
             # Whoever held the lock before may just have stored it.
-            entry = store.get(key.hash) or _prefill(store, key, live.model(), tokenizer, ids, progress)
+            entry = store.get(key.hash) or _prefill(store, key, live, tokenizer, ids, progress)
     return entry
 
 
 def _prefill(
     store: CacheStore,
     key: EntryKey,
-    model: Any,
+    live: LiveIdentity,
     tokenizer: Any,
     ids: TokenIds,
     progress: Callable[[int, int], None] | None,
 ) -> Entry:
-    plans, total, began = _plans(model), len(ids), time.perf_counter()
+    model, plans, total, began = live.model(), _plans(live), len(ids), time.perf_counter()
     cache = prefill(model, ids, progress=None if progress is None else lambda done: progress(done, total))
     store.journal.prefilled(total, time.perf_counter() - began)
     states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
@@ -67,7 +66,7 @@ def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids:
     """Store a cache that the user prefilled with exactly these ids."""
     store.check_writable()
     model = live.model()
-    plans = _plans(model)
+    plans = _plans(live)
     states = describe_idle(model, cache, len(ids), plans)
     key = entry_key(ids, live.current(), store.namespace_digest)
     if guard:
@@ -87,8 +86,9 @@ def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan
     return describe(cache, plans, length)
 
 
-def _plans(model: Any) -> tuple[LayerPlan, ...]:
-    if depends_on_length(model):
+def _plans(live: LiveIdentity) -> tuple[LayerPlan, ...]:
+    model = live.model()
+    if live.depends_on_length():
         raise UnsupportedCacheError(f"{type(model).__name__}: {LENGTH_DEPENDENT}")
     return plan_layers(compat.text_config(model))
 

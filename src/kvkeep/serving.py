@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import compat
-from kvkeep.fingerprint import depends_on_length
 from kvkeep.generation import Served
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
@@ -47,8 +46,6 @@ class Serving:
         For the guard, the cache gets one token fewer, and that token's stored rows come along.
         """
         model = self._live.model()
-        if depends_on_length(model):
-            return Served(_miss(f"rope: {LENGTH_DEPENDENT}"))
         served = Served(_miss(None))
 
         def use(file: EntryFile, tokens: int) -> None:
@@ -65,7 +62,10 @@ class Serving:
             served = Served(_miss(None), held, row, file.identity)
 
         try:
-            match = self._store.serve(self._live.current(), ids, limit=len(ids) - 1, use=use)
+            identity = self._live.current()
+            if self._live.depends_on_length():
+                return Served(_miss(f"rope: {LENGTH_DEPENDENT}"))
+            match = self._store.serve(identity, ids, limit=len(ids) - 1, use=use)
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
             if self._store.on_error == "raise":
                 raise
