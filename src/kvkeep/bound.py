@@ -88,7 +88,7 @@ class BoundStore:
             The match; ``tokens == 0`` is a miss, and ``reason`` says why.
         """
         ids = self._read(prompt, tools, documents, chat_template_kwargs)
-        return self.store.find(self.identity(), ids, limit=len(ids) - 1)
+        return self._serving.lookup(ids)
 
     def load(
         self,

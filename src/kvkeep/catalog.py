@@ -16,6 +16,9 @@ from kvkeep.storage.fs import Directory
 from kvkeep.storage.index import Index, Row
 from kvkeep.storage.verified import FileIdentity
 
+Obstacle = Callable[[Row, int], str | None]
+"""``obstacle(row, tokens)``: why the first ``tokens`` tokens of an entry cannot be used, or ``None``."""
+
 log = logging.getLogger("kvkeep")
 
 _IDS_KEPT = 1024
@@ -95,9 +98,16 @@ class Catalog:
     # --- search ---
 
     def search(
-        self, identity: Identity, namespace: bytes, ids: TokenIds, limit: int
+        self, identity: Identity, namespace: bytes, ids: TokenIds, limit: int, *, obstacle: Obstacle | None = None
     ) -> tuple[int, Row | None, str | None]:
         """The most leading tokens of ``ids`` that one entry has and can be trimmed to, at most ``limit``.
+
+        Args:
+            identity: what the entry must have been computed with.
+            namespace: the namespace's digest.
+            ids: the prompt.
+            limit: how many tokens it can use at most.
+            obstacle: says why so many tokens of an entry cannot be used all the same, or ``None`` if they can.
 
         Returns:
             The tokens, the entry's row, and why it is not more; (0, None, reason) on a miss.
@@ -105,7 +115,7 @@ class Catalog:
         if limit < 1:
             return 0, None, "short: a prompt of one token has nothing to reuse"
         chain = prefix_chain(ids, namespace)
-        tokens, best, obstacle = 0, None, None
+        tokens, best, trouble = 0, None, None
         with self._mutex:
             self._refresh()
             for shared, rows in self._prefixes.candidates(identity, namespace.hex(), ids, chain):
@@ -113,16 +123,19 @@ class Catalog:
                     if row.start:
                         continue  # a stretch behind token 0 takes its parents to read, which this version does not
                     possible, _ = usable(row.trims, row.snapshots, row.end, shared + BLOCK - 1, limit)
-                    if possible <= tokens and (possible or obstacle):
+                    if possible <= tokens and (possible or trouble):
                         continue  # its ids need no reading
                     fits, why = usable(row.trims, row.snapshots, row.end, self._common(row, ids), limit)
-                    obstacle = obstacle or why
+                    if fits and obstacle is not None:
+                        why = obstacle(row, fits)
+                        fits = fits if why is None else 0
+                    trouble = trouble or why
                     if fits > tokens:
                         tokens, best = fits, row
                 if tokens >= shared:  # rows that share fewer blocks cannot share more tokens than this
                     break
             if best is None:
-                return 0, None, obstacle or self._explain_miss(identity, ids, chain)
+                return 0, None, trouble or self._explain_miss(identity, ids, chain)
         if tokens == min(best.end, limit):
             return tokens, best, None
         return tokens, best, f"diverged: the stored prefix goes on otherwise at token {tokens}"

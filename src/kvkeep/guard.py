@@ -122,7 +122,7 @@ class _EnoughError(Exception):
     """Ends a forward pass whose later layers are not wanted."""
 
 
-def rows_of_layer(model: Any, ids: TokenIds, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of_layer(model: Any, ids: TokenIds, number: int, *, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of all ids at one layer, [1, heads, tokens, dim], without computing the layers behind it."""
     cache = compat.complete_cache()
     update = cache.update
@@ -134,9 +134,9 @@ def rows_of_layer(model: Any, ids: TokenIds, number: int) -> tuple[torch.Tensor,
         return result
 
     cache.update = stop_behind  # type: ignore[method-assign, assignment]
-    for begin in range(0, len(ids), CHUNK):
+    for begin in range(0, len(ids), chunk):
         with suppress(_EnoughError):
-            feed(model, cache, ids[begin : begin + CHUNK])
+            feed(model, cache, ids[begin : begin + chunk])
     layer: Any = cache.layers[number]
     return layer.keys, layer.values
 

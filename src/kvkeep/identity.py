@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from kvkeep.errors import InvalidRequestError
-from kvkeep.fingerprint import ModelWatch, depends_on_length, fingerprint_model, fingerprint_tokenizer
+from kvkeep.fingerprint import LengthRule, ModelWatch, fingerprint_model, fingerprint_tokenizer, length_rule
 from kvkeep.forks import renew_after_fork
 from kvkeep.keys import digest_fields, model_digest
 from kvkeep.records import Identity
@@ -27,7 +27,7 @@ class LiveIdentity:
         self._model = weakref.ref(model)
         self._tokenizer = fingerprint_tokenizer(tokenizer)
         self._model_id, self._salt = model_id, salt
-        self._known: tuple[ModelWatch, Identity, bool] | None = None
+        self._known: tuple[ModelWatch, Identity, LengthRule | None] | None = None
         self.after_fork()
         renew_after_fork(self)
 
@@ -53,9 +53,9 @@ class LiveIdentity:
                 self._known = self._hash()
             return self._known[1]
 
-    def depends_on_length(self) -> bool:
-        """Whether KV of the model last hashed depends on a prompt's length: ``fingerprint.depends_on_length``."""
-        return self._known is not None and self._known[2]
+    def length_rule(self) -> LengthRule | None:
+        """How the frequencies of the model, as it was last hashed, depend on the length."""
+        return None if self._known is None else self._known[2]
 
     def refresh(self) -> Identity:
         """Hash again, after an update that no check can see."""
@@ -63,7 +63,7 @@ class LiveIdentity:
             self._known = self._hash()
             return self._known[1]
 
-    def _hash(self) -> tuple[ModelWatch, Identity, bool]:
+    def _hash(self) -> tuple[ModelWatch, Identity, LengthRule | None]:
         model = self.model()
         # Watched before it is hashed: a change meanwhile is then seen at the next call.
         watch = ModelWatch(model, weights=self._model_id is None)
@@ -79,4 +79,4 @@ class LiveIdentity:
             tokenizer=self._tokenizer,
             model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
         )
-        return watch, identity, depends_on_length(model)
+        return watch, identity, length_rule(model)

@@ -16,10 +16,11 @@ CHUNK = 512
 """Tokens a forward pass: bounds the memory of activations and lets long work show its progress."""
 
 
-def prefill(model: Any, ids: TokenIds, *, progress: Callable[[int], None] | None = None) -> Any:
+def prefill(model: Any, ids: TokenIds, *, chunk: int = CHUNK, progress: Callable[[int], None] | None = None) -> Any:
     """Compute the cache of ``ids`` with every row of every layer kept, without dropout and without gradients.
 
-    The model's training mode is restored afterwards. ``progress`` is called with the number of tokens done.
+    The model's training mode is restored afterwards. ``chunk`` is the tokens a forward pass;
+    ``progress`` is called with the number of tokens done.
 
     Raises:
         InvalidPromptError: for an id that the model does not know.
@@ -27,10 +28,10 @@ def prefill(model: Any, ids: TokenIds, *, progress: Callable[[int], None] | None
     """
     check_known(model, ids)
     cache = compat.complete_cache()
-    for begin in range(0, len(ids), CHUNK):
-        feed(model, cache, ids[begin : begin + CHUNK])
+    for begin in range(0, len(ids), chunk):
+        feed(model, cache, ids[begin : begin + chunk])
         if progress is not None:
-            progress(min(begin + CHUNK, len(ids)))
+            progress(min(begin + chunk, len(ids)))
     if compat.cached_tokens(cache) != len(ids):
         raise UnsupportedCacheError(
             f"{type(model).__name__} left {compat.cached_tokens(cache)} tokens in the cache it was given for {len(ids)}"

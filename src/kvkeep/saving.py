@@ -15,7 +15,7 @@ from kvkeep.guard import objection_to, prove, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import LayerState, describe_layers, plan_layers, sliding_start
-from kvkeep.prefill import check_known, prefill
+from kvkeep.prefill import CHUNK, check_known, prefill
 from kvkeep.records import Entry
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ SLACK = 4
 """Rows that a warmed entry keeps of a sliding layer beyond its window: the guard computes one again, a prompt covered
 to its last token is trimmed by one, and text whose last tokens merge with what follows reaches back by two or three
 (measured on five tokenizers)."""
-
-LENGTH_DEPENDENT = "its rotary frequencies change with the prompt's length, and KV of one length is wrong for another"
 
 
 def warm(
@@ -55,8 +53,9 @@ def _prefill(
     ids: TokenIds,
     progress: Callable[[int, int], None] | None,
 ) -> Entry:
-    model, plans, total, began = live.model(), _plans(live), len(ids), time.perf_counter()
-    cache = prefill(model, ids, progress=None if progress is None else lambda done: progress(done, total))
+    model, plans, total, began = live.model(), _plans(live, len(ids)), len(ids), time.perf_counter()
+    report = None if progress is None else lambda done: progress(done, total)
+    cache = prefill(model, ids, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
     states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
     return store.put(draft_entry(key, ids, states, model, tokenizer))
@@ -66,11 +65,11 @@ def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids:
     """Store a cache that the user prefilled with exactly these ids."""
     store.check_writable()
     model = live.model()
-    plans = _plans(live)
+    plans = _plans(live, len(ids))
     states = describe_idle(model, cache, len(ids), plans)
     key = entry_key(ids, live.current(), store.namespace_digest)
     if guard:
-        objection = _objection(model, ids, states, plans)
+        objection = _objection(model, ids, states, plans, chunk=_chunk(live, len(ids)))
         if objection is not None:
             raise CacheMismatchError(
                 f"the cache does not hold what this model computes for these ids: {objection}. Save it with the model "
@@ -86,14 +85,25 @@ def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan
     return describe(cache, plans, length)
 
 
-def _plans(live: LiveIdentity) -> tuple[LayerPlan, ...]:
-    model = live.model()
-    if live.depends_on_length():
-        raise UnsupportedCacheError(f"{type(model).__name__}: {LENGTH_DEPENDENT}")
+def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:
+    model, rule = live.model(), live.length_rule()
+    if rule is not None and rule.refuses(length):
+        raise UnsupportedCacheError(
+            f"{type(model).__name__} has other rotary frequencies for every length beyond {rule.switch} tokens, so "
+            f"that KV of {length} tokens would serve no other prompt: store a shorter prefix"
+        )
     return plan_layers(compat.text_config(model))
 
 
-def _objection(model: Any, ids: TokenIds, states: Sequence[LayerState], plans: Sequence[LayerPlan]) -> str | None:
+def _chunk(live: LiveIdentity, length: int) -> int:
+    """Tokens a forward pass: all of them where the first ones need the frequencies that the last ones switch on."""
+    rule = live.length_rule()
+    return CHUNK if rule is None or length <= rule.switch else length
+
+
+def _objection(
+    model: Any, ids: TokenIds, states: Sequence[LayerState], plans: Sequence[LayerPlan], *, chunk: int
+) -> str | None:
     """Why the model says that these states are not what it computes for these ids.
 
     The rows of a layer that has them all say whether the ids are right, each of them; the rows of the last token, in
@@ -109,10 +119,10 @@ def _objection(model: Any, ids: TokenIds, states: Sequence[LayerState], plans: S
         state.record.first <= sliding_start(plan, last) for state, plan in zip(states, plans, strict=True)
     ):
         cache = _before(model, states, plans, last)
-        computed = rows_of_layer(model, ids[:last], whole)
+        computed = rows_of_layer(model, ids[:last], whole, chunk=chunk)
     else:
         whole = len(states) - 1 if whole is None else whole  # the deepest layer depends on the most ids
-        cache = prefill(model, ids[:last])
+        cache = prefill(model, ids[:last], chunk=chunk)
         computed = cache.layers[whole].keys, cache.layers[whole].values
     record, tensors = states[whole].record, states[whole].tensors
     pairs = [

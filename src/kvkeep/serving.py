@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import compat
+from kvkeep.catalog import Obstacle
 from kvkeep.generation import Served
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
@@ -15,8 +16,8 @@ from kvkeep.keys import TokenIds
 from kvkeep.layouts import fill_cache
 from kvkeep.matching import can_trim
 from kvkeep.records import GenerateReport, Match
-from kvkeep.saving import LENGTH_DEPENDENT
 from kvkeep.storage.entries import EntryFile
+from kvkeep.storage.index import Row
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
@@ -39,14 +40,22 @@ class Serving:
         self.reported = reported
         self._store = store
         self._live = live
+        self._told: set[Any] = set()
+
+    def lookup(self, ids: TokenIds) -> Match:
+        """How many leading tokens could be served, at most all but the last."""
+        identity = self._live.current()
+        refused = self._refused(len(ids))
+        if refused is not None:
+            return _miss(refused)
+        return self._store.find(identity, ids, limit=len(ids) - 1, obstacle=self._obstacle(len(ids)))
 
     def fill(self, cache: Any, ids: TokenIds, *, guard: bool) -> Served:
         """Fill an empty cache with the longest stored prefix of ``ids``, at most all but the last.
 
         For the guard, the cache gets one token fewer, and that token's stored rows come along.
         """
-        model = self._live.model()
-        served = Served(_miss(None))
+        model, served = self._live.model(), Served(_miss(None))
 
         def use(file: EntryFile, tokens: int) -> None:
             nonlocal served
@@ -54,24 +63,59 @@ class Serving:
             def read(number: int, first: int, last: int, targets: Mapping[str, Sequence[memoryview]]) -> None:
                 file.read_rows("layers", number, first, last, targets)
 
-            meta, tensors = file.header.meta, file.header.tensors
+            meta, tensors, rule = file.header.meta, file.header.tensors, self._live.length_rule()
             watched = guard and can_trim(meta, tokens - 1)
+            if rule is not None and rule.obstacle(meta.end, tokens - 1, len(ids)) is not None:
+                watched = False
             held = tokens - 1 if watched else tokens
             devices = compat.layer_devices(model, len(meta.layers))
             row = fill_cache(cache, meta, tensors, held, read, devices, next_row=watched)
             served = Served(_miss(None), held, row, file.identity)
+            self._compare_attention(meta.recorded.get("attention"))
 
         try:
             identity = self._live.current()
-            if self._live.depends_on_length():
-                return Served(_miss(f"rope: {LENGTH_DEPENDENT}"))
-            match = self._store.serve(identity, ids, limit=len(ids) - 1, use=use)
+            refused, obstacle = self._refused(len(ids)), self._obstacle(len(ids))
+            if refused is not None:
+                return Served(_miss(refused))
+            match = self._store.serve(identity, ids, limit=len(ids) - 1, use=use, obstacle=obstacle)
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
             if self._store.on_error == "raise":
                 raise
             log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self._store.path, error)
             return Served(_miss(f"error: {type(error).__name__}: {error}"))
         return replace(served, match=match) if match else Served(match)
+
+    def _refused(self, prompt: int) -> str | None:
+        """Why no entry at all can serve a prompt of so many tokens."""
+        rule = self._live.length_rule()
+        return None if rule is None else rule.refuses(prompt)
+
+    def _obstacle(self, prompt: int) -> Obstacle | None:
+        """What keeps entries that were computed otherwise from a prompt of so many tokens."""
+        rule = self._live.length_rule()
+        kernel = compat.attention_implementation(self._live.model()) if self._store.strict_identity else None
+        if rule is None and kernel is None:
+            return None
+
+        def obstacle(row: Row, tokens: int) -> str | None:
+            if kernel is not None and row.attention != kernel:
+                return f"attention: the entry was computed with {row.attention}, the model runs {kernel}"
+            return None if rule is None else rule.obstacle(row.end, tokens, prompt)
+
+        return obstacle
+
+    def _compare_attention(self, recorded: Any) -> None:
+        """Say once that another kernel computed what is served: right, and rounded otherwise."""
+        kernel = compat.attention_implementation(self._live.model())
+        if recorded != kernel and recorded not in self._told:
+            self._told.add(recorded)
+            log.warning(
+                "kvkeep: an entry computed with %s attention serves a model that runs %s; they round differently "
+                "(CacheStore(..., strict_identity=True) makes this a miss)",
+                recorded,
+                kernel,
+            )
 
     def arguments(self, ids: TokenIds, *, guard: bool) -> tuple[dict[str, Any], Served]:
         """A filled cache as arguments for ``generate``, where it cannot be reached from inside; none on a miss."""

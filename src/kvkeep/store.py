@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.catalog import Catalog
+from kvkeep.catalog import Catalog, Obstacle
 from kvkeep.entry_format import Header
 from kvkeep.errors import (
     EntryDamagedError,
@@ -56,6 +56,8 @@ class CacheStore:
             the store is made; an existing one stays what it is.
         verify: ``"first"`` checks the digests of what is read once a process, ``"always"`` each time, ``"never"`` not.
         on_error: ``"miss"`` turns an unreadable store into a miss with a reason; ``"raise"`` raises.
+        strict_identity: make an entry that another attention kernel computed a miss. Without it, kernels that
+            transformers ships serve each other: the same numbers, rounded differently.
         lock_timeout: seconds to wait for another process that prefills the same prefix.
 
     Raises:
@@ -77,6 +79,7 @@ class CacheStore:
         shared: bool = False,
         verify: Verify = "first",
         on_error: OnError = "miss",
+        strict_identity: bool = False,
         lock_timeout: float = 600.0,
     ) -> None:
         if verify not in ("first", "always", "never"):
@@ -88,6 +91,7 @@ class CacheStore:
         self.namespace_digest = namespace_digest(namespace)
         self.readonly = readonly
         self.on_error = on_error
+        self.strict_identity = strict_identity
         self.lock_timeout = lock_timeout
         if not readonly:
             skeleton.init(self.path, shared=shared)
@@ -230,12 +234,20 @@ class CacheStore:
 
     # --- finding and serving ---
 
-    def find(self, identity: Identity, ids: TokenIds, *, limit: int) -> Match:
+    def find(self, identity: Identity, ids: TokenIds, *, limit: int, obstacle: Obstacle | None = None) -> Match:
         """The longest stored prefix of ``ids`` that is usable, up to ``limit`` tokens, by what the index knows."""
-        tokens, row, reason = self._catalog.search(identity, self.namespace_digest, ids, limit)
+        tokens, row, reason = self._catalog.search(identity, self.namespace_digest, ids, limit, obstacle=obstacle)
         return Match(tokens=tokens, entry=None if row is None else _entry(row, ()), reason=reason)
 
-    def serve(self, identity: Identity, ids: TokenIds, *, limit: int, use: Callable[[EntryFile, int], None]) -> Match:
+    def serve(
+        self,
+        identity: Identity,
+        ids: TokenIds,
+        *,
+        limit: int,
+        use: Callable[[EntryFile, int], None],
+        obstacle: Obstacle | None = None,
+    ) -> Match:
         """Find the longest usable prefix and hand its open, checked file to ``use(file, tokens)``.
 
         An entry that is gone or damaged makes way for the next best one. Raises what ``use`` raises, except that a
@@ -243,7 +255,7 @@ class CacheStore:
         """
         trouble: str | None = None
         for _ in range(ATTEMPTS):
-            match = self.find(identity, ids, limit=limit)
+            match = self.find(identity, ids, limit=limit, obstacle=obstacle)
             if match.entry is None:
                 return replace(match, reason=trouble or match.reason)
             key, file = match.entry.key, None

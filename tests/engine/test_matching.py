@@ -51,6 +51,7 @@ def make_row(
         namespace=namespace.hex(),
         prefix=prefix.hex(),
         form=form,
+        attention=None,
         chain=b"".join(chain[start // BLOCK + 1 :]),
         trims=((start, 0),),
         snapshots=False,

@@ -494,3 +494,28 @@ def test_a_longer_damaged_entry_makes_way_for_a_shorter_whole_one(model: Any, kv
     assert again.last_report.reused_tokens == 279
     assert again.last_report.reason is not None
     assert again.last_report.reason.startswith("damaged: ")
+
+
+def test_another_attention_kernel_is_told_once_and_is_a_miss_where_identity_is_strict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = random_ids(50)
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    kv.warm(ids[:, :40])
+    model.set_attn_implementation("eager")
+    control = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(kv.generate(ids, max_new_tokens=4, do_sample=False), control)
+        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (39, None)  # type: ignore[union-attr]
+    told = [record.message for record in caplog.records if "attention" in record.message]
+    assert len(told) == 1
+    assert told[0].startswith("kvkeep: an entry computed with sdpa attention serves a model that runs eager")
+    strict = CacheStore(tmp_path / "store", strict_identity=True).bind(model)
+    reason = "attention: the entry was computed with sdpa, the model runs eager"
+    assert (strict.lookup(ids).tokens, strict.lookup(ids).reason) == (0, reason)
+    assert strict.load(ids) is None
+    assert torch.equal(strict.generate(ids, max_new_tokens=4, do_sample=False), control)
+    assert strict.last_report.reason == reason  # type: ignore[union-attr]
+    model.set_attn_implementation("sdpa")
+    assert strict.lookup(ids).tokens == 40

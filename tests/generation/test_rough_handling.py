@@ -40,28 +40,6 @@ def masked(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def test_frequencies_that_depend_on_the_length_are_refused_and_not_served(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0}
-    settings = (
-        {"rope_parameters": {**rope, "rope_theta": 1e4}}
-        if compat.GENERATE_CACHE_ARGUMENT == "cache"
-        else {"rope_scaling": rope}
-    )
-    model = build_tiny("llama", max_position_embeddings=64, **settings)
-    kv = CacheStore(tmp_path / "store").bind(model)
-    ids = random_ids(90)
-    with pytest.raises(UnsupportedCacheError, match="rotary frequencies change with the prompt's length"):
-        kv.warm(ids)
-    with pytest.raises(UnsupportedCacheError, match="rotary"):
-        kv.save(((torch.zeros(1, 2, 90, 16),) * 2,) * 3, ids)
-    fresh = build_tiny("llama", max_position_embeddings=64, **settings)  # what a model ran before moves its frequencies
-    control = fresh.generate(**masked(ids), max_new_tokens=3, do_sample=False)
-    assert torch.equal(kv.generate(ids, max_new_tokens=3, do_sample=False), control)
-    assert kv.last_report is not None
-    assert kv.last_report.reason is not None
-    assert kv.last_report.reason.startswith("rope: ")
-
-
 def test_cache_positions_of_the_callers_own_are_not_served(kv: BoundStore, llama: Any) -> None:
     if not compat.takes(llama, "cache_position"):
         return  # newer versions have no such argument

@@ -2,16 +2,17 @@
 
 from kvkeep.fingerprint.config import config_fields
 from kvkeep.fingerprint.model import ModelParts, fingerprint_model
-from kvkeep.fingerprint.rope import depends_on_length
+from kvkeep.fingerprint.rope import LengthRule, length_rule
 from kvkeep.fingerprint.tokenizer import chat_template_digest, fingerprint_tokenizer
 from kvkeep.fingerprint.watch import ModelWatch
 
 __all__ = [
+    "LengthRule",
     "ModelParts",
     "ModelWatch",
     "chat_template_digest",
     "config_fields",
-    "depends_on_length",
     "fingerprint_model",
     "fingerprint_tokenizer",
+    "length_rule",
 ]

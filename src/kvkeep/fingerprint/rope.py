@@ -8,6 +8,8 @@ together with the settings that decide how they are rewritten.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -61,10 +63,62 @@ def is_dynamic(module: nn.Module) -> bool:
     return any(source != name for name, source in (frequency_sources(module) or {}).items())
 
 
-def depends_on_length(model: nn.Module) -> bool:
-    """Whether rows of this model depend on how long the prompt is, or was at an earlier call."""
-    kinds = (getattr(module, "rope_type", None) for module in model.modules())
-    return any(_is_dynamic(one) for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind]))
+@dataclass(frozen=True, slots=True)
+class LengthRule:
+    """How a model's rotary frequencies depend on the length of what it reads.
+
+    Attributes:
+        switch: up to so many tokens they are one set.
+        beyond: whether they are one other set beyond that; otherwise every length has its own.
+    """
+
+    switch: int
+    beyond: bool
+
+    def refuses(self, length: int) -> str | None:
+        """Why KV computed for so many tokens serves no other length, or ``None`` if it does."""
+        if length <= self.switch or self.beyond:
+            return None
+        return f"rope: beyond {self.switch} tokens every length has its own rotary frequencies"
+
+    def obstacle(self, entry: int, tokens: int, prompt: int) -> str | None:
+        """Why ``tokens`` tokens of an entry computed for ``entry`` tokens cannot serve a prompt of ``prompt``."""
+        refused = self.refuses(entry) or self.refuses(prompt)
+        if refused is not None:
+            return refused
+        far = prompt > self.switch
+        # Some models drop a cache that does not reach behind the switch itself.
+        if (entry > self.switch) == far and (not far or tokens > self.switch):
+            return None
+        needs, has = ("beyond", "up to") if far else ("up to", "beyond")
+        return f"rope: the prompt needs the frequencies {needs} {self.switch} tokens, the entry has those {has} them"
+
+
+def length_rule(model: nn.Module) -> LengthRule | None:
+    """The rule that the model's frequencies follow, or ``None`` if they do not depend on the length."""
+    rules = {rule for module in model.modules() for rule in _rules(module)}
+    if not rules:
+        return None
+    return rules.pop() if len(rules) == 1 else LengthRule(min(rule.switch for rule in rules), beyond=False)
+
+
+def _rules(module: nn.Module) -> Iterator[LengthRule]:
+    rope_type = getattr(module, "rope_type", None)
+    kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+    for layer_type, kind in kinds.items():
+        if isinstance(kind, str) and "dynamic" in kind:
+            # At the original length itself, what an earlier, longer call left behind is not reset.
+            yield LengthRule(int(getattr(module, "original_max_seq_len", 1)) - 1, beyond=False)
+        elif kind == "longrope":
+            yield LengthRule(_original_length(module.config, layer_type), beyond=True)
+
+
+def _original_length(config: Any, layer_type: str | None) -> int:
+    """The length at which LongRoPE switches, from the setting that this version obeys."""
+    if hasattr(config, "standardize_rope_params"):
+        settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        return int(settings["original_max_position_embeddings"])
+    return int(getattr(config, "original_max_position_embeddings", config.max_position_embeddings))
 
 
 def obeyed_settings(config: Any) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Row:
         namespace: digest of the namespace, 32 hex digits.
         prefix: hash of the whole prefix, 32 hex digits.
         form: how exactly it is stored (``exact``, ...).
+        attention: name of the attention kernel it was computed with, or ``None``.
         chain: the packed 16-byte digests of the block boundaries in (start, end].
         trims: for layers with rows, the distinct pairs (first stored row, window; 0 is a full layer).
         snapshots: whether it holds state that is valid at ``end`` only.
@@ -55,6 +56,7 @@ class Row:
     namespace: str
     prefix: str
     form: str
+    attention: str | None
     chain: bytes
     trims: tuple[tuple[int, int], ...]
     snapshots: bool
@@ -80,6 +82,7 @@ class Row:
             namespace=meta.key.namespace,
             prefix=meta.key.prefix,
             form=meta.key.form,
+            attention=_recorded(meta, "attention"),
             chain=bytes(chain),
             trims=trims(meta),
             snapshots=has_snapshots(meta),
@@ -109,6 +112,7 @@ class Row:
                 "namespace": self.namespace,
                 "prefix": self.prefix,
                 "form": self.form,
+                "attention": self.attention,
                 "chain": base64.b64encode(self.chain).decode(),
                 "trims": self.trims,
                 "snapshots": self.snapshots,
@@ -138,6 +142,7 @@ class Row:
                 namespace=_hex(take("namespace")),
                 prefix=_hex(take("prefix")),
                 form=_form(take("form")),
+                attention=_optional(_text, take("attention")),
                 chain=base64.b64decode(take("chain"), validate=True),
                 trims=tuple(_pair(item) for item in _list(take("trims"))),
                 snapshots=_flag(take("snapshots")),
@@ -166,6 +171,11 @@ def has_snapshots(meta: EntryMeta) -> bool:
     return bool(meta.state) or any("snapshot" in layer.tensors.values() for layer in layers)
 
 
+def _recorded(meta: EntryMeta, name: str) -> str | None:
+    value = meta.recorded.get(name)
+    return value[:64] if isinstance(value, str) else None
+
+
 def _distinct(layers: Sequence[LayerRecord]) -> Iterable[LayerRecord]:
     """The layers once each: those that are alike were decoded into one object."""
     return {id(layer): layer for layer in layers}.values()
@@ -192,6 +202,12 @@ def _identity(*parts: str | None) -> Identity:
 def _hex(value: object) -> str:
     if not isinstance(value, str) or not _HEX32.fullmatch(value):
         raise TypeError("not 32 hex digits")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
     return value
 
 
