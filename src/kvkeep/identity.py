@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.errors import InvalidRequestError
-from kvkeep.fingerprint import LengthRule, ModelWatch, fingerprint_model, fingerprint_tokenizer, length_rule
+from kvkeep.fingerprint import (
+    HookWatch,
+    LengthRule,
+    ModelWatch,
+    fingerprint_model,
+    fingerprint_tokenizer,
+    length_rule,
+    unwrap,
+)
 from kvkeep.forks import renew_after_fork
 from kvkeep.keys import digest_fields, model_digest
 from kvkeep.records import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A model as it was last hashed."""
+
+    watch: ModelWatch
+    hooks: HookWatch
+    identity: Identity
+    length_rule: LengthRule | None
 
 
 class LiveIdentity:
@@ -20,14 +39,14 @@ class LiveIdentity:
         model: the live model.
         tokenizer: its tokenizer or processor, or ``None``.
         model_id: the caller's own word for the weights, instead of hashing them.
-        salt: anything that decides KV and that hashing cannot see.
+        salt: anything that decides KV and that hashing cannot see; it vouches for unknown forward hooks.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, model_id: str | None, salt: str | None) -> None:
         self._model = weakref.ref(model)
         self._tokenizer = fingerprint_tokenizer(tokenizer)
         self._model_id, self._salt = model_id, salt
-        self._known: tuple[ModelWatch, Identity, LengthRule | None] | None = None
+        self._known: _Known | None = None
         self.after_fork()
         renew_after_fork(self)
 
@@ -49,22 +68,25 @@ class LiveIdentity:
     def current(self) -> Identity:
         """The identity as it is now; hashes again if the model has changed since the last call."""
         with self._mutex:
-            if self._known is None or self._known[0].changed():
+            if self._known is None or self._known.hooks.changed() or self._known.watch.changed():
                 self._known = self._hash()
-            return self._known[1]
+            return self._known.identity
 
     def length_rule(self) -> LengthRule | None:
         """How the frequencies of the model, as it was last hashed, depend on the length."""
-        return None if self._known is None else self._known[2]
+        return None if self._known is None else self._known.length_rule
 
     def refresh(self) -> Identity:
         """Hash again, after an update that no check can see."""
         with self._mutex:
             self._known = self._hash()
-            return self._known[1]
+            return self._known.identity
 
-    def _hash(self) -> tuple[ModelWatch, Identity, LengthRule | None]:
+    def _hash(self) -> _Known:
         model = self.model()
+        hooks = HookWatch(unwrap(model))
+        if self._salt is None:
+            hooks.refuse_unknown()
         # Watched before it is hashed: a change meanwhile is then seen at the next call.
         watch = ModelWatch(model, weights=self._model_id is None)
         parts = fingerprint_model(model, model_id=self._model_id)
@@ -79,4 +101,4 @@ class LiveIdentity:
             tokenizer=self._tokenizer,
             model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
         )
-        return watch, identity, length_rule(model)
+        return _Known(watch, hooks, identity, length_rule(model))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep import compat
 from kvkeep.catalog import Obstacle
+from kvkeep.errors import UnsupportedRequestError
 from kvkeep.generation import Served
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
@@ -79,6 +80,8 @@ class Serving:
             if refused is not None:
                 return Served(_miss(refused))
             match = self._store.serve(identity, ids, limit=len(ids) - 1, use=use, obstacle=obstacle)
+        except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
+            return Served(_miss(f"identity: {error}"))
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
             if self._store.on_error == "raise":
                 raise

@@ -1,0 +1,57 @@
+"""Forward hooks inside a decoder: code that can change KV, and that no hash sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from kvkeep.errors import UnsupportedRequestError
+
+_KNOWN = frozenset({"accelerate", "kvkeep", "peft", "torch", "transformers"})
+"""Packages whose hooks place, cast, gather or record tensors, and compute nothing of their own."""
+
+
+class HookWatch:
+    """Remembers the forward hooks of a decoder's inner modules, and tells in microseconds whether they have changed.
+
+    Hooks on the whole model, its head and its embeddings are left alone: people count tokens and time calls there.
+
+    Args:
+        model: an unwrapped model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks: list[tuple[str, Mapping[int, Any]]] = list(_hooks(model))
+        self._keys = self._now()
+
+    def changed(self) -> bool:
+        """Whether a hook was added or removed since."""
+        return self._now() != self._keys
+
+    def refuse_unknown(self) -> None:
+        """Raise UnsupportedRequestError for a hook that is not of a library known to leave KV as it is."""
+        for name, hooks in self._hooks:
+            for hook in hooks.values():
+                module = str(getattr(hook, "__module__", None) or type(hook).__module__)
+                if module.partition(".")[0] not in _KNOWN:
+                    called = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    raise UnsupportedRequestError(
+                        f"a forward hook on {name} ({module}.{called}) may change KV, and hashing cannot see how: "
+                        "remove it, or bind(..., salt='a name for what it does')"
+                    )
+
+    def _now(self) -> list[tuple[int, ...]]:
+        return [tuple(hooks) for _, hooks in self._hooks if hooks]
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[str, Mapping[int, Any]]]:
+    """The tables of hooks of every module that a decoder computes KV in, with the module's name."""
+    find = getattr(model, "get_decoder", None)
+    decoder = find() if callable(find) else model
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for name, module in (decoder if isinstance(decoder, nn.Module) else model).named_modules():
+        if name and module is not embeddings:
+            yield name, module._forward_hooks
+            yield name, module._forward_pre_hooks
