@@ -26,12 +26,26 @@ TINY = Sizes(
     lookup_tokens=2048,
     lookups=2,
     rebuilds=1,
+    matrices=2,
+    hashes=2,
     checks=3,
     generate_tokens=64,
     generates=2,
     starts=1,
 )
-NAMES = ["put", "load", "verification", "identity check", "miss", "import", "start", "lookup", "rebuild"]
+NAMES = [
+    "put",
+    "load",
+    "verification",
+    "fingerprint",
+    "identity check",
+    "guard",
+    "miss",
+    "import",
+    "start",
+    "lookup",
+    "rebuild",
+]
 
 
 def quiet(name: str, done: int, total: int) -> None:
@@ -55,12 +69,14 @@ def test_every_row_has_a_figure_its_sizes_and_the_directory_is_gone(tmp_path: Pa
     found = {one.name: one for one in rows}
     assert list(found) == NAMES
     assert found["import"].figure == 0  # nothing heavy is loaded
-    assert all(math.isfinite(one.figure) and one.figure > 0 for one in rows if one.name != "import")
+    assert all(math.isfinite(one.figure) and one.figure > 0 for one in rows if one.name not in ("import", "guard"))
     assert {name: (one.at, one.bar) for name, one in found.items() if name != "miss"} == {
         "put": ("least", 0.7),
         "load": ("least", 0.8),
         "verification": ("most", 1.25),
+        "fingerprint": ("least", 0.8),
         "identity check": ("most", 2),
+        "guard": ("most", 5),
         "import": ("most", 0),
         "start": ("most", 6),
         "lookup": ("most", 1),

@@ -1,4 +1,4 @@
-"""What kvkeep adds to a call that finds nothing: the identity check, and the whole of a miss."""
+"""What kvkeep adds to a call that finds nothing."""
 
 from __future__ import annotations
 
@@ -19,21 +19,11 @@ from kvkeep.store import CacheStore
 
 
 def measure_calls(directory: Path, sizes: Sizes, progress: Progress) -> Iterator[Row]:
-    """Measure the identity check and a miss of ``generate``, with a store in an empty directory."""
+    """Measure a miss of ``generate``, with a store in an empty directory."""
     model = call_model()
-    tensors = len(list(model.parameters()))
     kv = CacheStore(directory).bind(model)
-    (seconds,) = medians("identity check", kv.identity, times=sizes.checks, progress=progress)
-    yield Row(
-        name="identity check",
-        figure=seconds * 1e3,
-        unit="ms",
-        bar=2.0,
-        at="most",
-        compared=f"median of kv.identity() of a bound model of {tensors} tensors, none of them changed",
-    )
     with _one_thread():
-        yield _miss(kv, model, tensors, sizes, progress)
+        yield _miss(kv, model, len(list(model.parameters())), sizes, progress)
 
 
 def _miss(kv: BoundStore, model: Any, tensors: int, sizes: Sizes, progress: Progress) -> Row:

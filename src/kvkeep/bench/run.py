@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvkeep.bench.calls import measure_calls
 from kvkeep.bench.disk import measure_disk
+from kvkeep.bench.identity import measure_identity
 from kvkeep.bench.rows import Row
 from kvkeep.bench.scratch import scratch_directory
 from kvkeep.bench.search import measure_search
@@ -14,7 +15,13 @@ from kvkeep.bench.sizes import Sizes
 from kvkeep.bench.startup import measure_startup
 from kvkeep.bench.timing import Progress
 
-_MEASUREMENTS = {"disk": measure_disk, "calls": measure_calls, "startup": measure_startup, "search": measure_search}
+_MEASUREMENTS = {
+    "disk": measure_disk,
+    "identity": measure_identity,
+    "calls": measure_calls,
+    "startup": measure_startup,
+    "search": measure_search,
+}
 
 
 def run_bench(sizes: Sizes, *, parent: Path | None, progress: Progress) -> list[Row]:

@@ -17,9 +17,11 @@ class Sizes:
         lookup_tokens: of the prompts that are looked up in it.
         lookups: how often each of the prompts is looked up.
         rebuilds: repetitions of rebuilding the index.
+        matrices: tensors of 4 MiB that are hashed.
+        hashes: repetitions of hashing them.
         checks: repetitions of the identity check.
-        generate_tokens: of the prompt that misses.
-        generates: repetitions of generating from it.
+        generate_tokens: of the prompts that are generated from.
+        generates: repetitions of generating.
         starts: repetitions of starting a process.
     """
 
@@ -30,6 +32,8 @@ class Sizes:
     lookup_tokens: int
     lookups: int
     rebuilds: int
+    matrices: int
+    hashes: int
     checks: int
     generate_tokens: int
     generates: int
@@ -44,6 +48,8 @@ FULL = Sizes(
     lookup_tokens=8192,
     lookups=20,
     rebuilds=3,
+    matrices=128,
+    hashes=15,
     checks=300,
     generate_tokens=512,
     generates=41,
@@ -59,6 +65,8 @@ QUICK = Sizes(
     lookup_tokens=8192,
     lookups=10,
     rebuilds=3,
+    matrices=128,
+    hashes=9,
     checks=100,
     generate_tokens=512,
     generates=21,

@@ -5,6 +5,7 @@ from kvkeep.fingerprint.holdings import unwrap
 from kvkeep.fingerprint.hooks import HookWatch
 from kvkeep.fingerprint.model import ModelParts, fingerprint_model
 from kvkeep.fingerprint.rope import LengthRule, length_rule
+from kvkeep.fingerprint.tensors import tensor_digests
 from kvkeep.fingerprint.tokenizer import chat_template_digest, fingerprint_tokenizer
 from kvkeep.fingerprint.watch import ModelWatch
 
@@ -18,5 +19,6 @@ __all__ = [
     "fingerprint_model",
     "fingerprint_tokenizer",
     "length_rule",
+    "tensor_digests",
     "unwrap",
 ]

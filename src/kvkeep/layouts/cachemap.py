@@ -113,7 +113,7 @@ def fill_cache(
     """Make an empty cache hold the first ``tokens`` tokens of an entry, bit for bit.
 
     Returns:
-        With ``next_row`` the rows of the token behind these: for each layer by role, each [heads, 1, dim] on the CPU,
+        With ``next_row`` the rows of the token behind these: for each layer by role, each [heads, 1, dim],
         and nothing for a layer without rows.
 
     Raises:
@@ -126,37 +126,29 @@ def fill_cache(
             first, last = codec.wanted(layer, meta.layers[number], tokens)
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
-        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, tensors))
+        # What grows is read with the next row behind it, in one go; the layer is given a view without that row.
+        extra = int(next_row and isinstance(layer, compat.DYNAMIC_LAYER))
+        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last + extra, extra, tensors))
     arena = _arena(jobs, devices)
     try:
         filled = [_fill(job, tokens, read, devices[job.number], arena) for job in jobs]
         for job, rows in zip(jobs, filled, strict=True):
-            job.codec.finish(job.layer, rows, tokens)
-        return _read_row(meta, tensors, tokens, read) if next_row else None
+            kept = {role: one[:, : one.shape[1] - job.extra] for role, one in rows.items()}
+            job.codec.finish(job.layer, kept, tokens)
+        if not next_row:
+            return None
+        return [
+            {role: one[:, -1:] for role, one in rows.items()} if job.extra else _read_row(job, tokens, read)
+            for job, rows in zip(jobs, filled, strict=True)
+        ]
     except BaseException:
         compat.empty_cache(cache)
         raise
 
 
-def _read_row(
-    meta: EntryMeta, tensors: Mapping[str, TensorSpec], position: int, read: ReadRows
-) -> list[dict[str, torch.Tensor]]:
-    found: list[dict[str, torch.Tensor]] = []
-    for number, record in enumerate(meta.layers):
-        rows = {}
-        for role in record.roles("rows"):
-            spec = tensors[tensor_name("layers", number, role)]
-            rows[role] = torch.empty((spec.shape[0], 1, spec.shape[2]), dtype=_TORCH_DTYPES[spec.dtype])
-        if rows:
-            at = position - record.first
-            read(number, at, at + 1, {role: head_buffers(row) for role, row in rows.items()})
-        found.append(rows)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One layer to be filled with rows [first, last)."""
+    """One layer to be filled with rows [first, last), of which the layer is not to see the last ``extra``."""
 
     number: int
     layer: Any
@@ -164,6 +156,7 @@ class _Job:
     record: LayerRecord
     first: int
     last: int
+    extra: int
     tensors: Mapping[str, TensorSpec]
 
     def likes(self) -> dict[str, torch.Tensor]:
@@ -175,6 +168,15 @@ class _Job:
             )
             for role, spec in specs.items()
         }
+
+
+def _read_row(job: _Job, position: int, read: ReadRows) -> dict[str, torch.Tensor]:
+    """The rows of one token, which does not go into the layer."""
+    rows = {role: torch.empty_like(like[:, :1], device="cpu") for role, like in job.likes().items()}
+    if rows:
+        at = position - job.record.first
+        read(job.number, at, at + 1, {role: head_buffers(row) for role, row in rows.items()})
+    return rows
 
 
 def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | None:
