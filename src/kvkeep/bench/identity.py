@@ -43,7 +43,7 @@ def _fingerprint(sizes: Sizes, progress: Progress) -> Row:
     cores = cpu_count() or 1
     matrices = {number: torch.full((_MATRIX // 4,), float(number)) for number in range(sizes.matrices)}
     everything = torch.cat(list(matrices.values())).view(torch.uint8)
-    shares = [memoryview(share.numpy()) for share in everything.chunk(cores)]
+    shares = [share.numpy().data for share in everything.chunk(cores)]
     with ThreadPoolExecutor(cores) as pool:
         ours, raw = medians(
             "fingerprint",

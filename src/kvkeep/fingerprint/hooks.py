@@ -48,9 +48,9 @@ class HookWatch:
 
 def _hooks(model: nn.Module) -> Iterator[tuple[str, Mapping[int, Any]]]:
     """The tables of hooks of every module that a decoder computes KV in, with the module's name."""
-    find = getattr(model, "get_decoder", None)
-    decoder = find() if callable(find) else model
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    whole: Any = model
+    decoder = whole.get_decoder() if hasattr(model, "get_decoder") else model
+    embeddings = whole.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for name, module in (decoder if isinstance(decoder, nn.Module) else model).named_modules():
         if name and module is not embeddings:
             yield name, module._forward_hooks
