@@ -140,8 +140,6 @@ class Attachment:
                     kwargs = call.pass_in(model, args, kwargs)
                 return original(*args, **kwargs)
             finally:
-                if call is not None and call.witness is not None:
-                    call.witness.release()
                 self._local.call = outer
 
         return generate
@@ -172,7 +170,7 @@ class Attachment:
     def _guard(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             call = self._call
-            if call is None or call.witness is None:
+            if call is None or not call.watched:
                 return original(*args, **kwargs)
             return compat.run_guarded(model, original, call.ids, lambda cache: call.judge(model, cache), args, kwargs)
 

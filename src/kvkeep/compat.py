@@ -198,6 +198,13 @@ def set_static_length(layer: Any, seen: int) -> None:
         layer.cumulative_length = seen
 
 
+def keeps_row(layer: Any, behind: int) -> bool:
+    """Whether a layer still holds a token's row after ``behind`` more tokens."""
+    if isinstance(layer, DYNAMIC_SLIDING_LAYER):
+        return behind < int(layer.sliding_window) - 1
+    return behind < int(layer.max_cache_len) if isinstance(layer, STATIC_SLIDING_LAYERS) else True
+
+
 def seen_tokens(layer: Any) -> int:
     """How many tokens a layer has seen, 0 for one that was never filled."""
     return int(layer.get_seq_length()) if layer.is_initialized else 0

@@ -15,7 +15,7 @@ import torch
 
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedRequestError
-from kvkeep.guard import StoredRow, Witness
+from kvkeep.guard import StoredRow, compare, prove
 from kvkeep.keys import TokenIds
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
@@ -74,7 +74,6 @@ class Call:
     taken: bool = False
     report: GenerateReport | None = None
     served: Served | None = None
-    witness: Witness | None = None
     seconds: float = 0.0
 
     @property
@@ -94,37 +93,58 @@ class Call:
             reason = "layout: this model keeps its state in no Cache"
         if reason is None and compat.cached_tokens(cache):
             reason = "cache_given: the cache that generate prepared is not empty"
-        if reason is None and self.ids is not None:
-            try:
-                served = self.source.fill(cache, read_ids(self.ids), guard=self.guard)
-            except InvalidPromptError as error:
-                served = Served(_miss(f"inputs: {error}"))
-        else:
-            served = Served(_miss(reason))
-        self.served, self.seconds = served, time.perf_counter() - began
+        if reason is not None or self.ids is None:
+            self.finish(_miss(reason), 0)
+            return
+        try:
+            ids = read_ids(self.ids)
+        except InvalidPromptError as error:
+            self.finish(_miss(f"inputs: {error}"), 0)
+            return
+        served = self.served = self.source.fill(cache, ids, guard=self.guard)
+        self.seconds = time.perf_counter() - began
         if served.row is None:
             self.finish(served.match, served.held)
-        else:
-            self.witness = Witness(cache, served.row)
+        elif not self._is_kept(cache, served.held):
+            self._settle(cache, prove(model, cache, ids, served.row))
+
+    def _is_kept(self, cache: Any, position: int) -> bool:
+        """Whether some layer will still hold the guard's row when the whole prompt has been fed."""
+        behind = self.prompt_tokens - position - 1
+        return any(compat.keeps_row(layer, behind) for layer in cache.layers)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a hit is still to be compared with what the first forward pass computes."""
+        return self.served is not None and self.report is None
 
     def judge(self, model: Any, cache: Any) -> bool:
         """Say whether the first forward pass agrees with the stored rows; if not, the cache is empty again."""
-        served, witness, self.witness = self.served, self.witness, None
-        if served is None or witness is None:
+        served = self.served
+        if served is None or served.row is None:
             return True
-        witness.release()
-        objection = witness.objection(model)
+        return self._settle(cache, compare(model, cache, served.held, self.prompt_tokens, served.row))
+
+    def _settle(self, cache: Any, objection: str | None) -> bool:
+        """Report a hit that passed the guard, or take it back."""
+        if self.served is None:
+            return True
         if objection is None:
-            self.finish(served.match, served.held)
+            self.finish(self.served.match, self.served.held)
             return True
         compat.empty_cache(cache)
-        self.finish(self.source.refuted(served, objection), 0)
+        self.finish(self.source.refuted(self.served, objection), 0)
         return False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, 0 if it is not known."""
+        return 0 if self.ids is None else int(self.ids.shape[-1])
 
     def finish(self, match: Match, reused: int) -> None:
         """Write the report and hand it to the source."""
         self.report = GenerateReport(
-            prompt_tokens=0 if self.ids is None else int(self.ids.shape[-1]),
+            prompt_tokens=self.prompt_tokens,
             reused_tokens=reused,
             reason=match.reason,
             load_seconds=self.seconds,

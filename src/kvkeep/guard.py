@@ -7,7 +7,7 @@ values, and a row that differs by more than rounding proves that the stored KV i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from kvkeep import compat
 from kvkeep.keys import TokenIds
+from kvkeep.layouts import cached_row
 from kvkeep.prefill import CHUNK, feed
 
 StoredRow = Sequence[Mapping[str, torch.Tensor]]
@@ -34,46 +35,16 @@ random weights, float16 3e-3, bfloat16 2e-2. A changed model or another prompt's
 _MATMUL_FORMATS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
 
 
-class Witness:
-    """Takes down the first row that a forward pass computes for each layer of a cache.
+def compare(model: Any, cache: Any, position: int, seen: int, stored: StoredRow) -> str | None:
+    """Why a cache that has seen ``seen`` tokens holds other rows of one token than the stored ones; ``None`` if not.
 
-    Until :meth:`release`, ``update`` of every layer is shadowed on the instance.
-
-    Args:
-        cache: the cache that the pass will extend.
-        stored: the stored rows of the token that it will compute first.
+    Layers whose window has moved on behind the token are left out.
     """
-
-    def __init__(self, cache: Any, stored: StoredRow) -> None:
-        self._stored = stored
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._layers = [layer for layer, rows in zip(cache.layers, stored, strict=True) if rows]
-        for number, (layer, rows) in enumerate(zip(cache.layers, stored, strict=True)):
-            if rows:
-                layer.update = self._recorder(number, layer.update)
-
-    def _recorder(self, number: int, update: Callable[..., Any]) -> Callable[..., Any]:
-        def record(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if number not in self._seen:
-                self._seen[number] = keys[:, :, 0].detach().clone(), values[:, :, 0].detach().clone()
-            return update(keys, values, *args, **kwargs)
-
-        return record
-
-    def release(self) -> None:
-        """Take the shadows off."""
-        for layer in self._layers:
-            vars(layer).pop("update", None)
-
-    def objection(self, model: Any) -> str | None:
-        """Why the stored rows are not those that the model computed, or ``None`` if they are."""
-        pairs = []
-        for number, rows in enumerate(self._stored):
-            if rows and number not in self._seen:
-                return f"layer {number} was not computed again"
-            for role, new in zip(("keys", "values"), self._seen.get(number, ()), strict=False):
-                pairs.append((new, rows[role].transpose(0, 1)))
-        return objection_to(model, pairs)
+    pairs = []
+    for computed, rows in zip(cached_row(cache, position, seen), stored, strict=True):
+        if computed is not None:
+            pairs += [(computed[role], row.transpose(0, 1)) for role, row in rows.items()]
+    return objection_to(model, pairs)
 
 
 def objection_to(model: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
@@ -135,7 +106,7 @@ def rows_of_layer(model: Any, ids: TokenIds, number: int, *, chunk: int = CHUNK)
 
     cache.update = stop_behind  # type: ignore[method-assign, assignment]
     for begin in range(0, len(ids), chunk):
-        with suppress(_EnoughError):
+        with suppress(_EnoughError), torch.compiler.set_stance("force_eager"):  # no graph ends in the middle
             feed(model, cache, ids[begin : begin + chunk])
     layer: Any = cache.layers[number]
     return layer.keys, layer.values
@@ -156,9 +127,5 @@ def prove(model: Any, cache: Any, ids: TokenIds, stored: StoredRow) -> str | Non
         Why they are not the model's, or ``None`` if they are.
     """
     held = compat.cached_tokens(cache)
-    witness = Witness(cache, stored)
-    try:
-        feed(model, cache, ids[held : held + 1])
-    finally:
-        witness.release()
-    return witness.objection(model)
+    feed(model, cache, ids[held : held + 1])
+    return compare(model, cache, held, held + 1, stored)

@@ -285,36 +285,54 @@ def test_gross_faults_are_stopped_in_half_precision(blind: None, tmp_path: Path,
     assert str(kv.last_report.reason).startswith("guard: ")  # type: ignore[union-attr]
 
 
-def test_nothing_is_left_on_the_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [1, 6, 7, 8, 9, 30])
+@pytest.mark.parametrize("name", TINY_NAMES)
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+def test_a_row_that_leaves_every_window_is_compared_before(
+    blind: None, tmp_path: Path, name: str, suffix: int, cache_implementation: str | None
+) -> None:
+    """With a window of 8, a suffix of 7 and more pushes the guard's row out of sliding layers."""
+    model = build_tiny(name)
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(STORED + suffix)
+    kv.warm(ids[:, :STORED])
+    control = control_of(model, ids, cache_implementation=cache_implementation)
+    assert_same(outcome(kv.generate, ids, cache_implementation=cache_implementation), control)
+    assert (kv.last_report.reused_tokens, kv.last_report.reason) == (STORED - 1, None)  # type: ignore[union-attr]
+    halved_frequencies(model)
+    changed = control_of(model, ids, cache_implementation=cache_implementation)
+    ours = outcome(kv.generate, ids, cache_implementation=cache_implementation)
+    assert str(kv.last_report.reason).startswith("guard: ")  # type: ignore[union-attr]
+    assert_same(ours, changed)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # 4.57 under newer torch
+def test_a_compiled_forward_is_guarded_and_not_compiled_anew_for_it(blind: None, tmp_path: Path) -> None:
     model = build_tiny("llama")
     kv = CacheStore(tmp_path / "store").bind(model)
     ids = random_ids(PROMPT)
     kv.warm(ids[:, :STORED])
-    out = kv.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
-    cache = getattr(out, "cache", None) or out.past_key_values
-    assert all("update" not in vars(layer) for layer in cache.layers)
+    graphs: list[int] = []
 
-    class StopError(Exception):
-        pass
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
 
-    def stop(*_args: Any) -> None:
-        raise StopError
-
-    seen: list[Any] = []
-    prepare = type(model)._prepare_cache_for_generation
-
-    def spy(self: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        result = prepare(self, config, model_kwargs, *args, **kwargs)
-        seen.append(model_kwargs[compat.GENERATE_CACHE_ARGUMENT])
-        return result
-
-    model._prepare_cache_for_generation = spy.__get__(model)
-    handle = model.lm_head.register_forward_pre_hook(stop)
-    with pytest.raises(StopError):
-        kv.generate(ids, max_new_tokens=2)
-    handle.remove()
-    assert len(seen) == 1
-    assert all("update" not in vars(layer) for layer in seen[0].layers)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend=count, dynamic=False)
+    control = control_of(model, ids)
+    assert_same(outcome(kv.generate, ids), control)
+    first = len(graphs)
+    for _ in range(3):
+        assert_same(outcome(kv.generate, ids), control)
+        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (STORED - 1, None)  # type: ignore[union-attr]
+    assert len(graphs) == first > 0
+    cache = user_cache(model, ids[:, :20], "dynamic")
+    assert kv.save(cache, ids[:, :20]).tokens == 20
+    fused_step(model)
+    assert_same(outcome(kv.generate, ids), control_of(model, ids))
+    assert str(kv.last_report.reason).startswith("guard: ")  # type: ignore[union-attr]
+    torch._dynamo.reset()
 
 
 # --- saving ---

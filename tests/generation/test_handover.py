@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TINY_NAMES, VOCABULARY, build_tiny
+from tiny_models import TINY_NAMES, VOCABULARY, WINDOW, build_tiny
 from transformers import GenerationConfig, pipeline
 
 from kvkeep import CacheStore, GenerateReport, compat
@@ -86,7 +86,10 @@ def test_every_length_of_prompt_gives_the_control_and_feeds_only_what_is_new(
     fed = Fed(model)
     ours = outcome(kv.generate, ids[:, :prompt], **options)
 
-    assert fed.close() == [prompt - reused, 1, 1, 1, 1, 1]
+    first = [prompt - reused]
+    if model.config.model_type == "mistral" and first[0] >= WINDOW:
+        first = [1, first[0] - 1]  # no layer keeps the guard's row so long: it has a pass of its own
+    assert fed.close() == [*first, 1, 1, 1, 1, 1]
     assert_same(ours, control)
     report = kv.last_report
     assert report is not None

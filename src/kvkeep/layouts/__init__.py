@@ -4,6 +4,7 @@ from kvkeep.layouts.attention import sliding_start
 from kvkeep.layouts.base import LayerCodec, LayerState
 from kvkeep.layouts.cachemap import (
     DTYPE_NAMES,
+    cached_row,
     describe_cache,
     describe_layers,
     fill_cache,
@@ -16,6 +17,7 @@ __all__ = [
     "DTYPE_NAMES",
     "LayerCodec",
     "LayerState",
+    "cached_row",
     "codec_for",
     "describe_cache",
     "describe_layers",

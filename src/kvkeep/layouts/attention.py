@@ -83,6 +83,9 @@ class DynamicCodec:
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
         compat.fill_dynamic(layer, filled["keys"][None], filled["values"][None], tokens)
 
+    def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:
+        return _row(layer, position, seen, layer.keys.shape[-2])
+
 
 class StaticCodec:
     """``StaticLayer``: a buffer for every token there will be, written in place."""
@@ -102,6 +105,9 @@ class StaticCodec:
 
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
         compat.set_static_length(layer, tokens)
+
+    def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:
+        return _row(layer, position, seen, min(seen, layer.max_cache_len))
 
 
 class StaticSlidingCodec:
@@ -132,6 +138,17 @@ class StaticSlidingCodec:
 
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
         compat.set_static_length(layer, tokens)
+
+    def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:
+        return _row(layer, position, seen, min(seen, layer.max_cache_len))
+
+
+def _row(layer: Any, position: int, seen: int, held: int) -> Mapping[str, torch.Tensor] | None:
+    """The rows of one token in a layer whose first ``held`` rows are those of the last tokens."""
+    index = position - (seen - held)
+    if not 0 <= index < held:
+        return None
+    return {"keys": layer.keys[:, :, index], "values": layer.values[:, :, index]}
 
 
 def _buffers(layer: Any, rows: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -52,3 +52,9 @@ class LayerCodec(Protocol):
 
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
         """Make the layer continue after ``tokens`` tokens, now that its destinations are filled."""
+
+    def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:
+        """The rows of one token, by role, each [batch, heads, dim], of a layer that has seen ``seen`` tokens.
+
+        ``None`` where it does not keep them any more.
+        """

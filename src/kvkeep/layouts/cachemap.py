@@ -146,6 +146,18 @@ def fill_cache(
         raise
 
 
+def cached_row(cache: Any, position: int, seen: int) -> list[Mapping[str, torch.Tensor] | None]:
+    """One token's rows of every layer of a cache that has seen ``seen`` tokens, by role, each [batch, heads, dim].
+
+    ``None`` for a layer that does not hold them: its window has moved on, or it was not filled.
+    """
+    codecs = (codec_for(layer, number) for number, layer in enumerate(cache.layers))
+    return [
+        codec.row(layer, position, seen) if compat.seen_tokens(layer) == seen else None
+        for layer, codec in zip(cache.layers, codecs, strict=True)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """One layer to be filled with rows [first, last), of which the layer is not to see the last ``extra``."""
