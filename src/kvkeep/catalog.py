@@ -22,7 +22,14 @@ Obstacle = Callable[[Row, int], str | None]
 log = logging.getLogger("kvkeep")
 
 _IDS_KEPT = 1024
-_PARTS = ("weights", "config", "adapters", "dtypes", "tokenizer")
+_PARTS = {
+    "dtypes": "other dtypes",  # before weights, which differ with them
+    "adapters": "other adapters",
+    "config": "another config",
+    "tokenizer": "another tokenizer",
+    "weights": "other weights",
+}
+"""The parts of an identity, the most telling first, as a reason calls them when they differ."""
 
 
 class Catalog:
@@ -135,7 +142,7 @@ class Catalog:
                 if tokens >= shared:  # rows that share fewer blocks cannot share more tokens than this
                     break
             if best is None:
-                return 0, None, trouble or self._explain_miss(identity, ids, chain)
+                return 0, None, trouble or self._explain_miss(identity, namespace, ids, chain)
         if tokens == min(best.end, limit):
             return tokens, best, None
         return tokens, best, f"diverged: the stored prefix goes on otherwise at token {tokens}"
@@ -160,11 +167,14 @@ class Catalog:
             self._ids[row.key] = stored
         return common_prefix(stored, ids.int32)
 
-    def _explain_miss(self, identity: Identity, ids: TokenIds, chain: list[bytes]) -> str:
+    def _explain_miss(self, identity: Identity, namespace: bytes, ids: TokenIds, chain: list[bytes]) -> str:
         if not len(self._prefixes):
             return "empty: nothing is stored"
         for row in self._prefixes.strangers(identity, ids, chain):
-            for part in _PARTS:
-                if getattr(row.identity, part) != getattr(identity, part):
-                    return f"{part}: this prefix is stored, but for other {part}"
+            parts = [part for part in _PARTS if getattr(row.identity, part) != getattr(identity, part)]
+            if parts:
+                others = ", ".join(_PARTS[part] for part in parts)
+                return f"{parts[0]}: this prefix is stored, but for {others}"
+        if not self._prefixes.has_namespace(namespace.hex()):
+            return "namespace: nothing is stored in this namespace"
         return "prefix: no stored prefix starts like this prompt"

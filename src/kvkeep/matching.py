@@ -116,6 +116,10 @@ class PrefixIndex:
                 found.append((row.end if whole else tokens, row.key, row))
         return [row for tokens, _, row in sorted(found, key=itemgetter(0, 1), reverse=True) if tokens]
 
+    def has_namespace(self, namespace: str) -> bool:
+        """Whether any entry is in the namespace with this digest."""
+        return any(group[2] == namespace for group in self._shelves)
+
     # --- inside ---
 
     def _update(self, add: Iterable[Row], discard: Iterable[str]) -> None:

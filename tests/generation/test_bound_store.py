@@ -179,11 +179,18 @@ def test_eight_processes_load_one_entry_at_once(model: Any, kv: BoundStore) -> N
 # --- who may have it ---
 
 
+DIFFERS = {
+    "weights": "other weights",
+    "config": "another config",
+    "dtypes": "other dtypes, another config, other weights",
+}
+
+
 @pytest.mark.parametrize(
     ("part", "change"),
     [
         ("weights", lambda model: model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)),
-        ("weights", lambda model: model.to(torch.bfloat16)),
+        ("dtypes", lambda model: model.to(torch.bfloat16)),
         ("config", lambda model: model.model.rotary_emb.inv_freq.mul_(0.5)),
         ("config", lambda model: setattr(model.config, "rms_norm_eps", 1e-3)),
     ],
@@ -197,7 +204,7 @@ def test_another_model_is_a_miss_that_names_the_part(kv: BoundStore, part: str, 
     change(other)
     match = CacheStore(kv.store.path).bind(other).lookup(ids)
     assert match.tokens == 0
-    assert match.reason == f"{part}: this prefix is stored, but for other {part}"
+    assert match.reason == f"{part}: this prefix is stored, but for {DIFFERS[part]}"
 
 
 def test_a_model_that_changes_after_the_bind_is_a_miss(tmp_path: Path) -> None:
@@ -217,7 +224,7 @@ def test_another_tokenizer_salt_or_model_id_is_a_miss(model: Any, kv: BoundStore
     kv.warm(ids)
     store = kv.store
     assert store.bind(model, toy_tokenizer).lookup(ids).reason == (
-        "tokenizer: this prefix is stored, but for other tokenizer"
+        "tokenizer: this prefix is stored, but for another tokenizer"
     )
     assert store.bind(model, salt="policy 2").lookup(ids).tokens == 0
     assert store.bind(model, model_id="mine").lookup(ids).tokens == 0
