@@ -9,8 +9,9 @@ import os
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from kvkeep.keys import (
     prefix_chain,
     prefix_hash,
 )
+from kvkeep.prompts import read_ids
 from kvkeep.records import Identity
 
 IDS = [(i * i * 31 + 7) % 50021 for i in range(1000)] + [2**31 - 1, 0, 2**31 - 2]
@@ -45,9 +47,17 @@ NAMESPACES = {
         {
             0: "cdf0a1aeb0df03305425fd5a28c462ef",
             1: "1ecd711ff3dc227e094bce2ca517e7bc",
+            2: "5b07911baf46ec4fad9b1e72a5717083",
             255: "b577ea2b32f46e3577d97972f500e8b8",
             256: "5fb8b1a3cb69c536131502e1d6960400",
             257: "e8ee7f7fa6354c9a88802cf9524fcd99",
+            511: "c77b8b419f9ac30ea92b83e481c8de5e",
+            512: "2583a21d28118d6878cf379326c379f7",
+            513: "a3a264e7d32d8e376bded42aefef3537",
+            767: "880c662396f762b588ccf4d19a98d009",
+            768: "712aef69576698c29bf7656202a19a30",
+            769: "d27b3da91434d618a78c3a21b7ed3607",
+            1000: "3f0eef5a3f0298f2cc5df11fe3418db7",
             1003: "784e323b9313d8a6315c5aacd5de3ef8",
         },
     ),
@@ -62,9 +72,17 @@ NAMESPACES = {
         {
             0: "9f6d03ce9f99d1f7305b036227283f16",
             1: "fb975feccbdc2f4ad6095169588b966e",
+            2: "dcad391e252991b4c860f36072f22a0b",
             255: "82948c58a581f26ae38208ae5c2fa7da",
             256: "a72d59c78fbb579bcc6d69dac5bab26d",
             257: "41e6a829c6bf5c2d8c43f282b09674b6",
+            511: "2e11ecb1ec4b9d8f17e648d4d31b51c4",
+            512: "38be914bb41da70d6cfce8534ead03bd",
+            513: "96dade3da685b1eb5bc7bf01c26a72e2",
+            767: "21bc8b0c2d83d4eaaca7951023c2e282",
+            768: "54475661b146a03b4c26fe9e24fbcd37",
+            769: "04b40c580af40b816c14232312160ef6",
+            1000: "7364e5cddc6977162e8e6f3c77965312",
             1003: "928b054e3b7f9852965e57c9514e1f50",
         },
     ),
@@ -116,6 +134,54 @@ def test_digest_fields_is_the_one_of_the_format() -> None:
     assert digest_fields("d", None).hex() == "1a4b48f3109d786508639e21d776db93"
     assert digest_fields("d", b"a", b"bc").hex() == "783a3510dbfd3622b30f1ed609951444"
     assert digest_fields("d", b"ab", b"c").hex() == "ec9b169ebff80344dce3c43a866b0e01"
+
+
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+DEVICES = ["cpu"] if ACCELERATOR is None else ["cpu", ACCELERATOR.type]
+KINDS: dict[str, Callable[[], Any]] = {
+    "list": lambda: IDS,
+    "tuple": lambda: tuple(IDS),
+    "one row": lambda: [IDS],
+    "numpy scalars": lambda: list(np.array(IDS, np.int64)),
+    **{f"numpy {one}": lambda one=one: np.array(IDS, one) for one in ("<i8", ">i8", "<i4", ">i4", "u4", "u8")},
+    "a numpy row": lambda: np.array([IDS], np.int32),
+    "every second of a numpy array": lambda: np.repeat(np.array(IDS), 2)[::2],
+    "a numpy array read backwards": lambda: np.array(IDS[::-1])[::-1],
+    "a tensor's slice": lambda: torch.tensor(IDS).repeat_interleave(3)[::3],
+    "a tensor's column": lambda: torch.tensor(IDS).expand(4, -1).t()[:, 2],
+    **{
+        f"{one} on {device}": lambda one=one, device=device: torch.tensor([IDS], dtype=one, device=device)
+        for one in (torch.int32, torch.int64)
+        for device in DEVICES
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_of_any_kind_has_the_hashes_of_the_format(kind: str) -> None:
+    ids = read_ids(KINDS[kind]())
+    for name, (_, links, hashes) in NAMESPACES.items():
+        chain = prefix_chain(ids, namespace_digest(name))
+        assert [link.hex() for link in chain] == links
+        assert {n: prefix_hash(ids, n, chain).hex() for n in hashes} == hashes
+
+
+@pytest.mark.parametrize("narrow", [np.uint8, np.int8, np.int16, np.uint16, torch.uint8, torch.int8, torch.int16])
+def test_narrow_integers_have_the_hashes_of_wide_ones(narrow: Any) -> None:
+    small = [n % 128 for n in range(600)]
+    array_of = torch.tensor if isinstance(narrow, torch.dtype) else np.array
+    narrow_ids, ids = read_ids(array_of(small, dtype=narrow)), TokenIds.of(small)
+    assert prefix_chain(narrow_ids, namespace_digest("")) == prefix_chain(ids, namespace_digest(""))
+    assert narrow_ids == ids
+
+
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 511, 512, 513])
+def test_a_shorter_prompt_has_the_hashes_of_its_stretch_of_a_longer_one(length: int) -> None:
+    for name, (_, links, hashes) in NAMESPACES.items():
+        ids = TokenIds.of(IDS[:length])
+        chain = prefix_chain(ids, namespace_digest(name))
+        assert [link.hex() for link in chain] == links[: 1 + length // 256]
+        assert prefix_hash(ids, length, chain).hex() == hashes[length]
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])

@@ -29,6 +29,7 @@ class _Known:
     watch: ModelWatch
     hooks: HookWatch
     identity: Identity
+    weights: str
     length_rule: LengthRule | None
 
 
@@ -69,7 +70,7 @@ class LiveIdentity:
         """The identity as it is now; hashes again if the model has changed since the last call."""
         with self._mutex:
             if self._known is None or self._known.hooks.changed() or self._known.watch.changed():
-                self._known = self._hash()
+                self._known = self._hash(self._known)
             return self._known.identity
 
     def length_rule(self) -> LengthRule | None:
@@ -82,14 +83,19 @@ class LiveIdentity:
             self._known = self._hash()
             return self._known.identity
 
-    def _hash(self) -> _Known:
+    def _hash(self, known: _Known | None = None) -> _Known:
+        """Hash the model; with what was known before, the weights only if they differ from then."""
         model = self.model()
         hooks = HookWatch(unwrap(model))
         if self._salt is None:
             hooks.refuse_unknown()
         # Watched before it is hashed: a change meanwhile is then seen at the next call.
-        watch = ModelWatch(model, weights=self._model_id is None)
-        parts = fingerprint_model(model, model_id=self._model_id)
+        salted = self._salt is not None
+        watch = ModelWatch(model, weights=self._model_id is None, salted=salted)
+        # Adapters are switched often. Asked after the new watch was made: what changes meanwhile, that one sees.
+        same = known is not None and not known.watch.weights_changed()
+        bare = known.weights if known is not None and same else None
+        parts = fingerprint_model(model, model_id=self._model_id, salted=salted, weights=bare)
         weights = parts.weights
         if self._salt is not None:
             weights = digest_fields("kvkeep/salt/1", bytes.fromhex(weights), self._salt.encode()).hex()
@@ -101,4 +107,4 @@ class LiveIdentity:
             tokenizer=self._tokenizer,
             model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
         )
-        return _Known(watch, hooks, identity, length_rule(model))
+        return _Known(watch, hooks, identity, parts.weights, length_rule(model))

@@ -3,13 +3,16 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import pydoc_data.topics
 import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,28 @@ def test_saved_and_loaded_again_is_the_same(tokenizer: Any, tmp_path: Path) -> N
     assert loaded.name_or_path == str(tmp_path)
     assert fingerprint_tokenizer(loaded) == fingerprint_tokenizer(tokenizer)
     assert fingerprint_tokenizer(copy.deepcopy(tokenizer)) == fingerprint_tokenizer(tokenizer)
+    assert fingerprint_tokenizer(pickle.loads(pickle.dumps(tokenizer))) == fingerprint_tokenizer(tokenizer)
+    loaded.name_or_path = "somebody/else"
+    assert fingerprint_tokenizer(loaded) == fingerprint_tokenizer(tokenizer)
+
+
+def test_it_can_be_taken_while_another_thread_uses_the_tokenizer(tokenizer: Any) -> None:
+    before = fingerprint_tokenizer(tokenizer)
+    enough = threading.Event()
+
+    def use() -> int:
+        calls = 0
+        while not enough.is_set() or calls < 200:
+            tokenizer("one two three", padding="max_length", max_length=8 + calls % 3, truncation=True)
+            calls += 1
+        return calls
+
+    with ThreadPoolExecutor(1) as pool:
+        calls = pool.submit(use)
+        seen = {fingerprint_tokenizer(tokenizer) for _ in range(100)}
+        enough.set()
+        assert calls.result() >= 200
+    assert seen == {before}
 
 
 def test_the_order_of_the_serialised_form_does_not_count(trained: str) -> None:
@@ -86,7 +111,9 @@ def test_the_order_of_the_serialised_form_does_not_count(trained: str) -> None:
         random.Random(0).shuffle(items)
         return {key: shuffled(item) for key, item in items}
 
-    text = json.dumps(shuffled(json.loads(trained)))
+    rules = shuffled(json.loads(trained))
+    rules["added_tokens"].reverse()
+    text = json.dumps(rules)
     assert text != trained
     assert fingerprint_tokenizer(wrap(text)) == fingerprint_tokenizer(wrap(trained))
 
@@ -106,12 +133,20 @@ def edits() -> dict[str, Edit]:
         "two ids swapped": swap_ids,
         "a token added": lambda rules: rules["model"]["vocab"].update(zz=600),
         "a token that looks like JSON": lambda rules: rules["model"]["vocab"].update({',"model":{': 600}),
+        "another that does": lambda rules: rules["model"]["vocab"].update({',"vocab":': 600}),
         "normaliser": lambda rules: rules.update(normalizer={"type": "Lowercase"}),
         "no normaliser": lambda rules: rules.update(normalizer=None),
         "pre-tokenizer": lambda rules: rules["pre_tokenizer"].update(use_regex=False),
         "no post-processor": lambda rules: rules.update(post_processor=None),
+        "a token after the text": lambda rules: rules["post_processor"]["single"].reverse(),
+        "another token before the text": lambda rules: rules["post_processor"]["special_tokens"]["<s>"].update(ids=[2]),
         "a flag of an added token": lambda rules: rules["added_tokens"][1].update(lstrip=True),
+        "one more added token": lambda rules: rules["added_tokens"].append(
+            dict(rules["added_tokens"][3], id=600, content="x")
+        ),
         "byte fallback": lambda rules: rules["model"].update(byte_fallback=True),
+        "a suffix": lambda rules: rules["model"].update(end_of_word_suffix="</w>"),
+        "no unknown token": lambda rules: rules["model"].update(unk_token=None),
     }
 
 
@@ -120,6 +155,14 @@ def test_each_rule_counts(trained: str, name: str) -> None:
     rules = json.loads(trained)
     edits()[name](rules)
     assert fingerprint_tokenizer(wrap(json.dumps(rules))) != fingerprint_tokenizer(wrap(trained))
+
+
+def test_each_flag_of_a_normaliser_counts(trained: str) -> None:
+    flags = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": False, "lowercase": True}
+    settings = [flags, *(flags | {name: not value} for name, value in flags.items())]
+    normals = [{"type": "BertNormalizer"} | one for one in settings]
+    texts = [json.dumps(json.loads(trained) | {"normalizer": normal}) for normal in normals]
+    assert len({fingerprint_tokenizer(wrap(text)) for text in texts}) == 5
 
 
 def test_live_changes_count(tokenizer: Any) -> None:
@@ -171,24 +214,6 @@ def test_the_chat_template_is_recorded_beside(tokenizer: Any) -> None:
     assert fingerprint_tokenizer(tokenizer) == before
 
 
-def test_a_tokenizer_written_in_python_counts_by_its_vocabulary_and_switches(tmp_path: Path) -> None:
-    from transformers import ByT5Tokenizer, CTRLTokenizer
-
-    vocabulary = {"a": 0, "b</w>": 1, "a b</w>": 2, "<unk>": 3}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b</w>\nb a</w>\n")
-
-    def slow(**options: Any) -> Any:
-        return CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"), **options)
-
-    first = fingerprint_tokenizer(slow())
-    assert fingerprint_tokenizer(slow()) == first
-    assert fingerprint_tokenizer(slow(split_special_tokens=True)) != first
-    (tmp_path / "merges.txt").write_text("#version: 0.2\nb a</w>\na b</w>\n")
-    assert fingerprint_tokenizer(slow()) != first
-    assert len({first, fingerprint_tokenizer(ByT5Tokenizer())}) == 2
-
-
 @pytest.mark.parametrize("thing", [object(), "gpt2", lambda text: [1]], ids=["object", "name", "function"])
 def test_what_is_no_tokenizer_is_named(thing: Any) -> None:
     with pytest.raises(
@@ -197,7 +222,8 @@ def test_what_is_no_tokenizer_is_named(thing: Any) -> None:
         fingerprint_tokenizer(thing)
 
 
-def test_another_process_agrees(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", ["0", "77"])
+def test_another_process_agrees(tokenizer: Any, tmp_path: Path, seed: str) -> None:
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     program = (
         "import sys; from transformers import PreTrainedTokenizerFast; from kvkeep.fingerprint import *\n"
@@ -206,7 +232,7 @@ def test_another_process_agrees(tokenizer: Any, tmp_path: Path) -> None:
     )
     child = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "tokenizer.json")],
-        env=os.environ | {"PYTHONHASHSEED": "77"},
+        env=os.environ | {"PYTHONHASHSEED": seed},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -215,16 +241,203 @@ def test_another_process_agrees(tokenizer: Any, tmp_path: Path) -> None:
     assert child.stdout.split()[-1] == fingerprint_tokenizer(tokenizer)
 
 
-def test_a_vocabulary_of_49_thousand_takes_less_than_150_milliseconds() -> None:
-    letters = [chr(ordinal) for ordinal in range(0x4E00, 0x4E00 + 221)]
-    pairs = [(a, b) for a in letters for b in letters][: 49_152 - len(letters)]
+# --- the same under every version of transformers ---
+
+
+def template(single: str, pair: str | None = None) -> Any:
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[("<s>", 1), ("</s>", 2)])
+
+
+SAME_IDS: dict[str, list[Any]] = {
+    "nothing": [
+        None,
+        template("$A"),
+        template("$A:0", "$A:0 $B:1"),
+        processors.ByteLevel(trim_offsets=False),
+        processors.Sequence([processors.ByteLevel(), template("$A")]),
+    ],
+    "around": [
+        template("<s> $A </s>"),
+        template("<s>:1 $A:1 </s>:0", "<s> $A $B"),
+        processors.BertProcessing(("</s>", 2), ("<s>", 1)),
+        processors.RobertaProcessing(("</s>", 2), ("<s>", 1), trim_offsets=False),
+        processors.Sequence([processors.ByteLevel(), template("<s> $A </s>")]),
+    ],
+    "before": [template("<s> $A"), processors.Sequence([template("<s> $A"), processors.ByteLevel()])],
+    "after": [template("$A </s>")],
+    "twice": [template("<s> <s> $A")],
+}
+
+
+def test_a_post_processor_counts_by_the_ids_that_it_adds(trained: str) -> None:
+    digests = {}
+    for name, alike in SAME_IDS.items():
+        found, ids = set(), set()
+        for one in alike:
+            rules = json.loads(trained) | {"post_processor": None}
+            tokenizer = wrap(json.dumps(rules))
+            if one is not None:
+                tokenizer.backend_tokenizer.post_processor = one
+            found.add(fingerprint_tokenizer(tokenizer))
+            ids.add(tuple(tokenizer("one two").input_ids))
+        assert (len(found), len(ids)) == (1, 1), name
+        digests[name] = found.pop()
+    assert len(set(digests.values())) == len(SAME_IDS)
+
+
+def test_a_special_token_may_be_called_model(trained: str) -> None:
+    def with_token(name: str) -> str:
+        rules = json.loads(trained)
+        rules["added_tokens"].append(dict(rules["added_tokens"][0], id=600, content=name))
+        special = {
+            "<s>": rules["post_processor"]["special_tokens"]["<s>"],
+            name: {"id": name, "ids": [600], "tokens": [name]},
+        }
+        single = [{"SpecialToken": {"id": one, "type_id": 0}} for one in special]
+        rules["post_processor"] |= {
+            "special_tokens": special,
+            "single": [*single, {"Sequence": {"id": "A", "type_id": 0}}],
+        }
+        return json.dumps(rules)
+
+    assert wrap(with_token("model")).backend_tokenizer.to_str().count(',"model":{') == 2
+    seen = {fingerprint_tokenizer(wrap(text)) for text in (trained, with_token("model"), with_token("pattern"))}
+    assert len(seen) == 3
+
+
+def test_no_affix_is_no_affix(trained: str) -> None:
+    rules = json.loads(trained)
+    rules["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    tokenizer = wrap(json.dumps(rules))
+    assert '"continuing_subword_prefix":""' in tokenizer.backend_tokenizer.to_str()
+    assert fingerprint_tokenizer(tokenizer) == fingerprint_tokenizer(wrap(trained))
+
+
+def test_a_copy_of_a_unigram_model_is_the_same_and_another_score_is_not() -> None:
+    """The library's reader changes the last bit of a score that is no short number."""
+    draw = random.Random(3)
+    pieces = [("<unk>", 0.0), *((chr(97 + i % 26) * (1 + i // 26), -3 - 9 * draw.random()) for i in range(400))]
+
+    def wrapped(pieces: list[tuple[str, float]]) -> Any:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces, 0)), unk_token="<unk>")
+        tokenizer._tokenizer = Tokenizer(models.Unigram(pieces, 0))  # the one that it was given is copied
+        tokenizer._tokenizer.add_special_tokens(["<unk>"])
+        return tokenizer
+
+    tokenizer = wrapped(pieces)
+    again = copy.deepcopy(tokenizer)
+    assert again.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str()
+    assert fingerprint_tokenizer(again) == fingerprint_tokenizer(tokenizer)
+    for at, changed in ((5, (pieces[5][0], pieces[5][1] + 1e-5)), (400, ("new", pieces[400][1]))):
+        others = [*pieces[:at], changed, *pieces[at + 1 :]]
+        assert fingerprint_tokenizer(wrapped(others)) != fingerprint_tokenizer(tokenizer)
+    assert fingerprint_tokenizer(wrapped([pieces[0], *reversed(pieces[1:])])) != fingerprint_tokenizer(tokenizer)
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", *alphabet, "th", "the", "Ġthe"])}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[("t", "h"), ("th", "e"), ("Ġ", "the")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<s>"])
+    backend.add_tokens(["kv keep"])
+    return backend
+
+
+def word_piece() -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate(["[UNK]", "[CLS]", "[SEP]", "a", "##b", "é"])}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return backend
+
+
+def unigram() -> Tokenizer:
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -2.25), ("▁a", -1.1), ("a", -3.7)], unk_id=0))
+    backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    return backend
+
+
+def spaces_as_pieces() -> Tokenizer:
+    vocabulary = {
+        token: i for i, token in enumerate(["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a"])
+    }
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+GOLDEN: dict[str, tuple[Callable[[], Tokenizer], dict[str, str], str]] = {
+    "byte-level BPE": (byte_level, {"bos_token": "<s>"}, "24a5a0aa0283c1897c32772f72c5faa9"),
+    "WordPiece": (
+        word_piece,
+        {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
+        "9b130498c0f4f3f0fb47dac36b9d63fe",
+    ),
+    "Unigram": (unigram, {"unk_token": "<unk>"}, "6b146364a994bcca9bd55254caa8d2d2"),
+    "SentencePiece-like BPE": (
+        spaces_as_pieces,
+        {"unk_token": "<unk>", "bos_token": "<s>"},
+        "82d58f8e661a5d550d90e09dbc741d2d",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_tokenizer_json_has_one_fingerprint_for_ever(name: str, tmp_path: Path) -> None:
+    build, roles, digest = GOLDEN[name]
+    build().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | roles))
+    assert fingerprint_tokenizer(AutoTokenizer.from_pretrained(tmp_path)) == digest
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer"])
+def test_the_class_that_wraps_a_tokenizer_json_does_not_count(name: str, tmp_path: Path) -> None:
+    """Versions of transformers build these classes in different ways; two constants hold under all of them."""
+    backend = byte_level()
+    split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    split += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    if name == "Qwen2Tokenizer":
+        words = pre_tokenizers.Split(Regex(split), "isolated")
+        bare = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer, backend.normalizer = pre_tokenizers.Sequence([words, bare]), normalizers.NFC()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    roles = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "<s>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name} | roles))
+    golden = {"GPT2": "6c44394e98cf9be1a6db07a6db358b38", "Qwen2": "1caf4e3e567003c5e0752e1f400cc082"}
+    assert fingerprint_tokenizer(AutoTokenizer.from_pretrained(tmp_path)) == golden[name.partition("Tokenizer")[0]]
+
+
+def test_smollm2_has_one_fingerprint_under_every_version_that_converts_it(smollm2_tokenizer: Any) -> None:
+    assert fingerprint_tokenizer(smollm2_tokenizer) == "e34c603ce22dfa83791746a3d1c70e16"
+
+
+# --- what cannot be read ---
+
+
+def test_a_backend_with_a_part_in_python_is_refused(tokenizer: Any) -> None:
+    class Words:
+        def pre_tokenize(self, text: Any) -> None:
+            text.split(lambda number, part: [part])
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Words())
+    with pytest.raises(UnsupportedRequestError, match=r"\(Custom .*\); give a fast tokenizer .* bind\(model, None\)"):
+        fingerprint_tokenizer(tokenizer)
+
+
+def test_a_vocabulary_of_262_thousand_takes_less_than_a_second() -> None:
+    letters = [chr(ordinal) for ordinal in range(0x4E00, 0x4E00 + 512)]
+    pairs = [(a, b) for a in letters for b in letters][: 262_144 - len(letters)]
     vocabulary = {token: i for i, token in enumerate([*letters, *(a + b for a, b in pairs)])}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=pairs)))
-    assert len(tokenizer) == 49_062
+    assert len(tokenizer) == 262_144
     seconds = []
-    for _ in range(7):
+    for _ in range(5):
         begin = time.perf_counter()
         fingerprint_tokenizer(tokenizer)
         seconds.append(time.perf_counter() - begin)
-    print(f"fingerprint of a 49k vocabulary: median {statistics.median(seconds) * 1e3:.0f} ms")
-    assert min(seconds) < 0.15
+    print(f"fingerprint of a 262k vocabulary: median {statistics.median(seconds) * 1e3:.0f} ms")
+    assert min(seconds) < 1

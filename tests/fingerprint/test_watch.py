@@ -154,21 +154,6 @@ def test_autocast_is_a_change_while_it_is_on(build: Build) -> None:
     del build_kept
 
 
-def test_the_state_of_an_adapter_is_watched(build: Build) -> None:
-    model = build()
-    layer = model.model.layers[0].self_attn.q_proj
-    layer.disable_adapters, layer.merged_adapters, layer.scaling = False, [], {"default": 1.0}
-    for change in (
-        lambda: layer.scaling.update(default=2.0),
-        lambda: layer.merged_adapters.append("default"),
-        lambda: setattr(layer, "disable_adapters", True),
-    ):
-        watch = ModelWatch(model)
-        assert watch.changed() is False
-        change()
-        assert watch.changed() is True
-
-
 def test_a_watch_does_not_keep_the_model_alive_and_knows_that_it_is_gone(build: Build) -> None:
     model = build()
     alive, weight = weakref.ref(model), weakref.ref(model.lm_head.weight)

@@ -48,7 +48,8 @@ _ATTENTION = {
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
 }
-DROPPED = frozenset().union(_PROVENANCE, _DTYPES, _TOKEN_IDS, _GENERATION, _OUTPUTS, _TRAINING, _ATTENTION)
+_LIMITS = {"max_position_embeddings"}  # only allocates: tables of positions and live frequencies are hashed themselves
+DROPPED = frozenset().union(_LIMITS, _PROVENANCE, _DTYPES, _TOKEN_IDS, _GENERATION, _OUTPUTS, _TRAINING, _ATTENTION)
 """Names of the fields that cannot change a KV cache."""
 
 _INERT = {  # shown for every class by some versions only, at values that mean nothing

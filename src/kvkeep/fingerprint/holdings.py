@@ -15,7 +15,9 @@ from torch import nn
 
 from kvkeep.errors import UnsupportedRequestError
 from kvkeep.fingerprint import rope
+from kvkeep.fingerprint.adapters import AdapterLayer
 from kvkeep.fingerprint.tensors import check_hashable
+from kvkeep.fingerprint.tuners import bare_child, wrapped
 
 _WRAPPER = "_orig_mod"  # torch.compile keeps the module that it wraps under this name
 
@@ -34,15 +36,15 @@ class Holding:
     """One place that holds a tensor: ``getattr(module, store)[key]``.
 
     Attributes:
-        name: the path in the model, wrappers left out.
-        weight: whether ``state_dict()`` shows it; otherwise it is a constant derived from the configuration.
+        name: the path in the bare model.
+        part: a weight (``state_dict()`` shows it), a constant derived from the configuration, or an adapter's.
     """
 
     name: str
     module: nn.Module
-    store: Literal["_parameters", "_buffers", "__dict__"]
+    store: str
     key: str
-    weight: bool
+    part: Literal["weight", "constant", "adapter"]
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -51,53 +53,121 @@ class Holding:
         return tensor
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Take off what ``torch.compile`` and data-parallel wrappers put around a model."""
-    while not model._parameters and not model._buffers and set(model._modules) in ({_WRAPPER}, {"module"}):
-        (model,) = model.children()
-    return model
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """A model taken apart.
 
-
-def plain_name(name: str) -> str:
-    """A dotted name without the parts that compiled submodules add.
-
-    >>> plain_name("model.layers.0._orig_mod.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
+    Attributes:
+        modules: the modules of the bare model, by their path in it.
+        layers: the layers that adapters are laid around, the outer before the inner.
+        bare: for each path of such a layer in the model as it stands, the name of the child that it is laid around.
     """
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    layers: tuple[AdapterLayer, ...]
+    bare: dict[str, str]
+
+    def name(self, path: str) -> str | None:
+        """The name in the bare model of what has this name in the model as it stands; ``None`` for adapters."""
+        place, kept = "", []
+        for part in path.split("."):
+            bare = self.bare.get(place)
+            if bare is not None and part != bare:
+                return None
+            if bare is None and part != _WRAPPER:
+                kept.append(part)
+            place = f"{place}.{part}" if place else part
+        return ".".join(kept)
 
 
-def state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What ``state_dict()`` shows of an unwrapped model, by plain name: the tensors, and everything else."""
-    tensors: dict[str, torch.Tensor] = {}
-    extras: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            check_hashable(name, value)
-            tensors[plain_name(name)] = value
-        else:
-            extras[plain_name(name)] = value
-    return tensors, extras
-
-
-def holdings(model: nn.Module, *, weights: bool = True) -> list[Holding]:
-    """Every place of an unwrapped model that holds a tensor which decides its output.
+def anatomy(model: nn.Module, *, salted: bool = False) -> Anatomy:
+    """Take an unwrapped model apart into the bare model and its adapters.
 
     Args:
         model: the model.
+        salted: whether the caller's own word stands for what cannot be seen of adapters.
+
+    Raises:
+        UnsupportedRequestError: for adapters of a kind that is not known.
+    """
+    modules: dict[nn.Module, str] = {}
+    layers: dict[nn.Module, AdapterLayer] = {}
+    bare_names: dict[str, str] = {}
+
+    def visit(place: str, path: str, module: nn.Module) -> None:
+        bare = bare_child(path, module, salted=salted)
+        if bare is not None:
+            bare_names[place] = bare
+            if module not in layers:
+                layers[module] = AdapterLayer(path, module, bare, salted=salted)
+            visit(_joined(place, bare), path, module._modules[bare])  # type: ignore[arg-type]
+            return
+        modules.setdefault(module, path)
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(_joined(place, name), path if name == _WRAPPER else _joined(path, name), child)
+
+    visit("", "", model)
+    return Anatomy(tuple((path, module) for module, path in modules.items()), tuple(layers.values()), bare_names)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Take off what ``torch.compile``, data-parallel wrappers and PEFT put around a whole model.
+
+    Raises:
+        UnsupportedRequestError: for PEFT methods that change the prompt itself.
+    """
+    while True:
+        bare = wrapped(model)
+        if bare is None and not model._parameters and not model._buffers:
+            bare = next((name for name in (_WRAPPER, "module") if set(model._modules) == {name}), None)
+        if bare is None:
+            return model
+        model = model._modules[bare]  # type: ignore[assignment]
+
+
+def state(model: nn.Module, parts: Anatomy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What ``state_dict()`` shows of the bare model, by its name there: the tensors, and everything else."""
+    tensors: dict[str, torch.Tensor] = {}
+    extras: dict[str, Any] = {}
+    for place, value in model.state_dict(keep_vars=True).items():
+        name = parts.name(place)
+        if name is None:
+            continue
+        if isinstance(value, torch.Tensor):
+            check_hashable(name, value)
+            tensors[name] = value
+        else:
+            extras[name] = value
+    return tensors, extras
+
+
+def holdings(model: nn.Module, parts: Anatomy, *, weights: bool = True) -> list[Holding]:
+    """Every place that holds a tensor which decides the model's output: of the bare model, and of adapters that act.
+
+    Args:
+        model: the unwrapped model.
+        parts: its anatomy.
         weights: also those that ``state_dict()`` shows; without them, no module is asked where it keeps its weights.
 
     Raises:
         UnsupportedRequestError: for a module that keeps tensors where ``state_dict()`` and the buffers do not show
             them, and for tensors without content.
     """
-    modules = [(plain_name(path), module) for path, module in model.named_modules(remove_duplicate=True)]
-    found = [holding for path, module in modules for holding in _held(path, module) if weights or not holding.weight]
+    found = [h for path, module in parts.modules for h in _held(path, module) if weights or h.part == "constant"]
+    for layer in parts.layers:
+        tensors = [one for adapter in layer.parts for one in adapter.tensors]
+        found += [Holding(f"{layer.path}.{one.name}", one.module, one.store, one.key, "adapter") for one in tensors]
     if weights:
-        registered = {id(module) for _, module in modules}
-        for _, module in modules:
+        registered = {id(module) for module in model.modules()}
+        for module in model.modules():
             registered.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
-        for path, module in modules:
+        inside = [(layer.path, module) for layer in parts.layers for part in layer.parts for module in part.modules]
+        for path, module in (*parts.modules, *inside):
             _check_nothing_hidden(path, module, registered)
     for holding in found:
         check_hashable(holding.name, holding.tensor)
@@ -108,18 +178,22 @@ def _held(path: str, module: nn.Module) -> Iterator[Holding]:
     dot = f"{path}." if path else ""
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            yield Holding(dot + key, module, "_parameters", key, weight=True)
+            yield Holding(dot + key, module, "_parameters", key, "weight")
     sources = rope.frequency_sources(module)
     for key, buffer in module._buffers.items():
         if buffer is None or (sources is not None and key.endswith(rope.FREQUENCIES)):
             continue
-        yield Holding(dot + key, module, "_buffers", key, weight=key not in module._non_persistent_buffers_set)
+        yield Holding(dot + key, module, "_buffers", key, _part_of(module, key))
     for key, source in (sources or {}).items():
-        weight = key not in module._non_persistent_buffers_set
-        yield Holding(dot + key, module, "_buffers" if source in module._buffers else "__dict__", source, weight)
+        store = "_buffers" if source in module._buffers else "__dict__"
+        yield Holding(dot + key, module, store, source, _part_of(module, key))
     for key, value in vars(module).items():
         if key in _CONSTANTS and isinstance(value, torch.Tensor):
-            yield Holding(dot + key, module, "__dict__", key, weight=False)
+            yield Holding(dot + key, module, "__dict__", key, "constant")
+
+
+def _part_of(module: nn.Module, buffer: str) -> Literal["weight", "constant"]:
+    return "constant" if buffer in module._non_persistent_buffers_set else "weight"
 
 
 def _check_nothing_hidden(path: str, module: nn.Module, registered: set[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,8 @@ class HookWatch:
     def refuse_unknown(self) -> None:
         """Raise UnsupportedRequestError for a hook that is not of a library known to leave KV as it is."""
         for name, hooks in self._hooks:
-            for hook in hooks.values():
+            for registered in hooks.values():
+                hook = registered.func if isinstance(registered, partial) else registered
                 module = str(getattr(hook, "__module__", None) or type(hook).__module__)
                 if module.partition(".")[0] not in _KNOWN:
                     called = getattr(hook, "__qualname__", type(hook).__qualname__)

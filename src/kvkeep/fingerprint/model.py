@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from kvkeep.fingerprint import config, rope
+from kvkeep.fingerprint.adapters import adapters_digest
 from kvkeep.fingerprint.encoding import canonical_json, dtype_name
-from kvkeep.fingerprint.holdings import holdings, plain_name, state, unwrap
+from kvkeep.fingerprint.holdings import Anatomy, anatomy, holdings, state, unwrap
 from kvkeep.fingerprint.tensors import tensor_digests
 from kvkeep.keys import digest_fields
-
-_TUNER_STATE = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +22,9 @@ class ModelParts:
     """What decides a model's KV, in parts that are compared one by one (32 hex digits each).
 
     Attributes:
-        weights: every parameter and persistent buffer, by name, dtype, shape and content.
+        weights: every parameter and persistent buffer of the bare model, by name, dtype, shape and content.
         config: every configuration field and derived constant that can change KV.
-        adapters: which adapters act and how strongly, or ``None`` for the bare model.
+        adapters: the adapters that act, by content and place, or ``None`` for the bare model.
         dtypes: the number formats it computes in: the model's own, and autocast.
     """
 
@@ -35,21 +34,33 @@ class ModelParts:
     dtypes: str
 
 
-def fingerprint_model(model: nn.Module, *, model_id: str | None = None, threads: int | None = None) -> ModelParts:
+def fingerprint_model(
+    model: nn.Module,
+    *,
+    model_id: str | None = None,
+    salted: bool = False,
+    weights: str | None = None,
+    threads: int | None = None,
+) -> ModelParts:
     """Hash the live model: equal parts mean the same model, whatever it is called and wherever it was loaded from.
 
     The weights are read once, by all cores; a model on an accelerator is copied to the host in pieces of 16 MiB.
-    Device, memory layout, file split, path, hub name and wrappers (``torch.compile``, data parallel) do not matter,
-    and neither does it whether equal tensors are tied.
+    Device, memory layout, file split, path, hub name and wrappers (``torch.compile``, data parallel, PEFT) do not
+    matter, and neither does it whether equal tensors are tied. Adapters that do not act, and names of adapters, do not
+    matter either.
 
     Args:
         model: a transformers model.
-        model_id: the caller's own word for the weights; they are then not read, and may lie anywhere.
+        model_id: the caller's own word for the weights; they are then not read, and may lie anywhere. Adapters are.
+        salted: the caller's own word stands for what cannot be seen of adapters of unknown kinds.
+        weights: the weights' digest, where it is known from an earlier call and :meth:`ModelWatch.weights_changed`
+            says that they are the same.
         threads: how many threads hash; all cores by default.
 
     Raises:
         UnsupportedRequestError: for parts that have no content to hash: parameters on the meta device, tensors that
-            a module hides from ``state_dict()``, settings without a canonical text. The message names the part.
+            a module hides from ``state_dict()``, settings without a canonical text, unknown kinds of adapters. The
+            message names the part.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> size = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -58,18 +69,21 @@ def fingerprint_model(model: nn.Module, *, model_id: str | None = None, threads:
     True
     """
     model = unwrap(model)
-    held = holdings(model, weights=model_id is None)
-    constants = {holding.name: holding.tensor for holding in held if not holding.weight}
+    parts = anatomy(model, salted=salted)
+    held = holdings(model, parts, weights=model_id is None)
+    constants = {holding.name: holding.tensor for holding in held if holding.part == "constant"}
+    if model_id is not None:
+        weights = _id_digest(model_id)
     return ModelParts(
-        weights=_weights_digest(model, threads) if model_id is None else _id_digest(model_id),
-        config=_config_digest(model, tensor_digests(constants, threads=threads)),
-        adapters=_adapters_digest(model),
+        weights=weights or _weights_digest(model, parts, threads),
+        config=_config_digest(model, parts, tensor_digests(constants, threads=threads)),
+        adapters=adapters_digest(parts.layers, threads=threads),
         dtypes=_dtypes_digest(model),
     )
 
 
-def _weights_digest(model: nn.Module, threads: int | None) -> str:
-    tensors, extras = state(model)
+def _weights_digest(model: nn.Module, parts: Anatomy, threads: int | None) -> str:
+    tensors, extras = state(model, parts)
     settings = canonical_json(extras, where="state_dict()") if extras else None
     return digest_fields("kvkeep/weights/1", settings, *_listed(tensor_digests(tensors, threads=threads))).hex()
 
@@ -78,12 +92,15 @@ def _id_digest(model_id: str) -> str:
     return digest_fields("kvkeep/model-id/1", model_id.encode()).hex()
 
 
-def _config_digest(model: nn.Module, constants: Mapping[str, bytes]) -> str:
+def _config_digest(model: nn.Module, parts: Anatomy, constants: Mapping[str, bytes]) -> str:
     fields = config.config_fields(model, keep_rope=not any(name.endswith(rope.FREQUENCIES) for name in constants))
-    rotary = {plain_name(path): module for path, module in model.named_modules() if hasattr(module, "rope_type")}
+    rotary = {path: module for path, module in parts.modules if hasattr(module, "rope_type")}
     scalings = {path: rope.scalings(module) for path, module in rotary.items()}
     dynamic = any(rope.is_dynamic(module) for module in rotary.values())
-    settings = rope.obeyed_settings(config.text_config(model)) if dynamic else None
+    settings = None
+    if dynamic:  # what the forward pass rewrites them by, and from which length on
+        rule = rope.length_rule(model)
+        settings = [rope.obeyed_settings(config.text_config(model)), rule and [rule.switch, rule.beyond]]
     return digest_fields(
         "kvkeep/config/1",
         canonical_json(fields, where="config"),
@@ -96,26 +113,9 @@ def _listed(digests: Mapping[str, bytes]) -> list[bytes]:
     return [field for name in sorted(digests) for field in (name.encode(), digests[name])]
 
 
-def _adapters_digest(model: nn.Module) -> str | None:
-    states = {plain_name(path): adapter_state(module) for path, module in model.named_modules()}
-    active = {path: state for path, state in states.items() if state is not None}
-    return digest_fields("kvkeep/adapters/1", canonical_json(active, where="the adapters")).hex() if active else None
-
-
 def _dtypes_digest(model: nn.Module) -> str:
     formats = compute_dtypes(model, device_types(model))
     return digest_fields("kvkeep/dtypes/1", canonical_json(formats, where="the dtypes")).hex()
-
-
-def adapter_state(module: nn.Module) -> dict[str, Any] | None:
-    """Which adapters of a PEFT layer act, how strongly, and whether they are merged; ``None`` for other modules.
-
-    The adapters' tensors are in ``state_dict()``, and so among the weights.
-    """
-    disabled = getattr(module, "disable_adapters", None)
-    if disabled is None or callable(disabled):  # transformers models have a method of this name
-        return None
-    return {name: getattr(module, name, None) for name in _TUNER_STATE}
 
 
 def device_types(model: nn.Module) -> list[str]:

@@ -21,9 +21,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvkeep.fingerprint import config
-from kvkeep.fingerprint.holdings import Holding, holdings, unwrap
-from kvkeep.fingerprint.model import adapter_state, compute_dtypes, device_types
+from kvkeep.fingerprint.adapters import LayerStamp, is_plain
+from kvkeep.fingerprint.holdings import Holding, anatomy, holdings, unwrap
+from kvkeep.fingerprint.model import compute_dtypes, device_types
 from kvkeep.fingerprint.rope import scalings
+from kvkeep.fingerprint.tuners import peft_bases
 
 _LINES, _LINE = 16, 64  # a sample is 16 stretches of 64 bytes, spread evenly
 
@@ -42,36 +44,81 @@ class ModelWatch:
     Args:
         model: the model; wrappers are looked through.
         weights: watch the weights, too; not for a model that is known by the caller's ``model_id``.
+        salted: the caller's own word stands for what cannot be seen of adapters.
 
     Raises:
         UnsupportedRequestError: for models that :func:`fingerprint_model` refuses, too.
     """
 
-    __slots__ = ("_devices", "_model", "_modules", "_sample", "_settings", "_tensors", "_views")
+    __slots__ = ("_adapters", "_bare", "_devices", "_layers", "_links", "_model", "_settings")
 
-    def __init__(self, model: nn.Module, *, weights: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, weights: bool = True, salted: bool = False) -> None:
         model = unwrap(model)
         self._model = weakref.ref(model)
-        self._modules = [_ModuleStamp.of(module) for module in model.modules()]
-        held = holdings(model, weights=weights)
-        self._tensors = [_TensorStamp.of(holding) for holding in held]
+        parts = anatomy(model, salted=salted)
+        held = holdings(model, parts, weights=weights)
+        self._bare = _Stamps([one for _, one in parts.modules], [one for one in held if one.part != "adapter"])
+        self._links = [_Link.of(layer.module, layer.bare) for layer in parts.layers]
+        self._layers = [LayerStamp.of(layer) for layer in parts.layers]
+        inside = [module for layer in parts.layers for adapter in layer.parts for module in adapter.modules]
+        self._adapters = _Stamps(inside, [one for one in held if one.part == "adapter"])
         self._devices = device_types(model)
         self._settings = copy.deepcopy(_settings(model, self._devices))
-        self._views = [view for holding in held if (view := _sample_view(holding.tensor)) is not None]
-        self._sample = _sampled(self._views)
 
     def changed(self) -> bool:
         """Whether the model differs from what it was when the watch was made, or is gone."""
         model = self._model()
-        if model is None or not all(stamp.matches() for stamp in self._modules):
-            return True
+        return (
+            model is None
+            or self.weights_changed()
+            or not all(stamp.matches() for stamp in self._layers)
+            or not self._adapters.match()
+            or _settings(model, self._devices) != self._settings
+        )
+
+    def weights_changed(self) -> bool:
+        """Whether the bare model's modules or tensors differ from what they were, or are gone; adapters aside."""
+        return not (all(link.matches() for link in self._links) and self._bare.match())
+
+
+class _Stamps:
+    """Modules and tensors as they were."""
+
+    __slots__ = ("_modules", "_sample", "_tensors", "_views")
+
+    def __init__(self, modules: list[nn.Module], held: list[Holding]) -> None:
+        self._modules = [_ModuleStamp.of(module) for module in modules]
+        self._tensors = [_TensorStamp.of(holding) for holding in held]
+        self._views = [view for holding in held if (view := _sample_view(holding.tensor)) is not None]
+        self._sample = _sampled(self._views)
+
+    def match(self) -> bool:
+        if not all(stamp.matches() for stamp in self._modules):
+            return False
         memory = []  # keeps what the views look at alive while they look
         for stamp in self._tensors:
             storage = stamp.matching_storage()
             if storage is None:
-                return True
+                return False
             memory.append(storage)
-        return _sampled(self._views) != self._sample or _settings(model, self._devices) != self._settings
+        return _sampled(self._views) == self._sample
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """What an adapter layer is laid around."""
+
+    module: weakref.ref[nn.Module]
+    key: str
+    child: int
+
+    @classmethod
+    def of(cls, module: nn.Module, key: str) -> _Link:
+        return cls(weakref.ref(module), key, id(module._modules[key]))
+
+    def matches(self) -> bool:
+        module = self.module()
+        return module is not None and id(module._modules.get(self.key)) == self.child
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +126,7 @@ class _ModuleStamp:
     """A module, its submodules, and the names of its tensors."""
 
     module: weakref.ref[nn.Module]
-    children: tuple[tuple[str, int], ...]
+    children: tuple[str | int, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     state: Any
@@ -100,19 +147,20 @@ class _ModuleStamp:
         )
 
 
-def _children(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    return tuple([(name, id(child)) for name, child in module._modules.items()])
+def _children(module: nn.Module) -> tuple[str | int, ...]:
+    children = module._modules
+    return (*children, *map(id, children.values())) if children else ()
 
 
 def _filled(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
-    return tuple([name for name, tensor in tensors.items() if tensor is not None])
+    return tuple([name for name, tensor in tensors.items() if tensor is not None]) if tensors else ()
 
 
 def _module_state(module: nn.Module) -> Any:
     """What a module computes with besides tensors, where it is known to be changed at run time."""
-    adapter = adapter_state(module)
-    rotary = scalings(module)
-    return (adapter, rotary) if adapter is not None or rotary else None
+    if peft_bases(module):  # inside an adapter
+        return {key: value for key, value in vars(module).items() if key[0] != "_" and is_plain(value)}
+    return scalings(module) or None
 
 
 @dataclass(frozen=True, slots=True)
