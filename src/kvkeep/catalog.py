@@ -147,6 +147,12 @@ class Catalog:
             return tokens, best, None
         return tokens, best, f"diverged: the stored prefix goes on otherwise at token {tokens}"
 
+    def stranger(self, identity: Identity, namespace: bytes, ids: TokenIds) -> Row | None:
+        """The entry that shares the most tokens with a prompt, of those computed with something else."""
+        with self._mutex:
+            self._refresh()
+            return next(iter(self._prefixes.strangers(identity, ids, prefix_chain(ids, namespace))), None)
+
     def _common(self, row: Row, ids: TokenIds) -> int:
         """How many leading ids an entry shares with the prompt; 0 if it cannot be read now."""
         stored = self._ids.get(row.key)

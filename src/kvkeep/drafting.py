@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,15 @@ def entry_key(ids: TokenIds, identity: Identity, namespace: bytes) -> EntryKey:
     return EntryKey(identity=identity, namespace=namespace.hex(), prefix=prefix.hex())
 
 
-def draft_entry(key: EntryKey, ids: TokenIds, states: Sequence[LayerState], model: Any, tokenizer: Any) -> Draft:
+def draft_entry(
+    key: EntryKey,
+    ids: TokenIds,
+    states: Sequence[LayerState],
+    model: Any,
+    tokenizer: Any,
+    *,
+    fields: Mapping[str, str] | None = None,
+) -> Draft:
     """The draft of an entry that starts at token 0. Tensors on the CPU are not copied: they must stay as they are."""
     tensors = {
         tensor_name("layers", number, role): _source(rows, number)
@@ -69,12 +77,26 @@ def draft_entry(key: EntryKey, ids: TokenIds, states: Sequence[LayerState], mode
         creator={"kvkeep": __version__, "transformers": compat.TRANSFORMERS, "torch": torch.__version__},
         recorded={
             "attention": compat.attention_implementation(model),
+            "config": dump_fields(fields or {}),
             "chat_template": chat_template_digest(tokenizer),
             "model_type": str(getattr(model.config, "model_type", "")),
         },
     )
     chain = prefix_chain(ids, bytes.fromhex(key.namespace))[1:]
     return Draft(meta=meta, ids=ids, chain=chain, tensors=tensors)
+
+
+def dump_fields(fields: Mapping[str, str]) -> str:
+    """Named digests as one text, which costs a reader of headers nothing."""
+    return "\n".join(f"{digest} {name}" for name, digest in sorted(fields.items()))
+
+
+def differing_fields(recorded: object, fields: Mapping[str, str]) -> list[str]:
+    """The names whose digests differ from those in a text of :func:`dump_fields`, or are in one of them only."""
+    if not isinstance(recorded, str) or not recorded:
+        return []
+    stored = {name: digest for digest, _, name in (line.partition(" ") for line in recorded.split("\n"))}
+    return sorted(name for name in stored.keys() | fields.keys() if stored.get(name) != fields.get(name))
 
 
 def _source(rows: torch.Tensor, number: int) -> TensorSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class _Known:
     identity: Identity
     weights: str
     length_rule: LengthRule | None
+    fields: Mapping[str, str]
 
 
 class LiveIdentity:
@@ -77,6 +79,10 @@ class LiveIdentity:
         """How the frequencies of the model, as it was last hashed, depend on the length."""
         return None if self._known is None else self._known.length_rule
 
+    def fields(self) -> Mapping[str, str]:
+        """What the configuration of the model, as it was last hashed, is made of, by name."""
+        return {} if self._known is None else self._known.fields
+
     def refresh(self) -> Identity:
         """Hash again, after an update that no check can see."""
         with self._mutex:
@@ -107,4 +113,4 @@ class LiveIdentity:
             tokenizer=self._tokenizer,
             model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
         )
-        return _Known(watch, hooks, identity, parts.weights, length_rule(model))
+        return _Known(watch, hooks, identity, parts.weights, length_rule(model), parts.fields)

@@ -58,7 +58,7 @@ def _prefill(
     cache = prefill(model, ids, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
     states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
-    return store.put(draft_entry(key, ids, states, model, tokenizer))
+    return store.put(draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
 
 
 def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids: TokenIds, *, guard: bool) -> Entry:
@@ -75,7 +75,7 @@ def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids:
                 f"the cache does not hold what this model computes for these ids: {objection}. Save it with the model "
                 "and exactly the ids it was prefilled with (guard=False saves it unchecked)"
             )
-    return store.put(draft_entry(key, ids, states, model, tokenizer))
+    return store.put(draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
 
 
 def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan]) -> list[LayerState]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep import compat
 from kvkeep.catalog import Obstacle
+from kvkeep.drafting import differing_fields
 from kvkeep.errors import UnsupportedRequestError
 from kvkeep.generation import Served
 from kvkeep.guard import prove
@@ -16,12 +17,15 @@ from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import fill_cache
 from kvkeep.matching import can_trim
-from kvkeep.records import GenerateReport, Match
+from kvkeep.records import GenerateReport, Identity, Match
 from kvkeep.storage.entries import EntryFile
 from kvkeep.storage.index import Row
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
+
+_NAMED = 5
+"""How many configuration fields a reason names."""
 
 log = logging.getLogger("kvkeep")
 
@@ -49,7 +53,8 @@ class Serving:
         refused = self._refused(len(ids))
         if refused is not None:
             return _miss(refused)
-        return self._store.find(identity, ids, limit=len(ids) - 1, obstacle=self._obstacle(len(ids)))
+        match = self._store.find(identity, ids, limit=len(ids) - 1, obstacle=self._obstacle(len(ids)))
+        return self._named(match, identity, ids)
 
     def fill(self, cache: Any, ids: TokenIds, *, guard: bool) -> Served:
         """Fill an empty cache with the longest stored prefix of ``ids``, at most all but the last.
@@ -80,6 +85,7 @@ class Serving:
             if refused is not None:
                 return Served(_miss(refused))
             match = self._store.serve(identity, ids, limit=len(ids) - 1, use=use, obstacle=obstacle)
+            match = self._named(match, identity, ids)
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             return Served(_miss(f"identity: {error}"))
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
@@ -88,6 +94,17 @@ class Serving:
             log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self._store.path, error)
             return Served(_miss(f"error: {type(error).__name__}: {error}"))
         return replace(served, match=match) if match else Served(match)
+
+    def _named(self, match: Match, identity: Identity, ids: TokenIds) -> Match:
+        """A miss because of another configuration, with the names of what differs in it."""
+        if match or match.reason is None or "another config" not in match.reason:
+            return match
+        recorded = self._store.recorded_by_stranger(identity, ids).get("config")
+        names = differing_fields(recorded, self._live.fields())
+        if not names:
+            return match
+        listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        return replace(match, reason=match.reason.replace("another config", f"another config ({listed})", 1))
 
     def _refused(self, prompt: int) -> str | None:
         """Why no entry at all can serve a prompt of so many tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from kvkeep.catalog import Catalog, Obstacle
 from kvkeep.entry_format import Header
 from kvkeep.errors import (
     EntryDamagedError,
+    EntryError,
     EntryNotFoundError,
     EntryUnknownError,
     InvalidRequestError,
@@ -238,6 +239,14 @@ class CacheStore:
         """The longest stored prefix of ``ids`` that is usable, up to ``limit`` tokens, by what the index knows."""
         tokens, row, reason = self._catalog.search(identity, self.namespace_digest, ids, limit, obstacle=obstacle)
         return Match(tokens=tokens, entry=None if row is None else _entry(row, ()), reason=reason)
+
+    def recorded_by_stranger(self, identity: Identity, ids: TokenIds) -> Mapping[str, Any]:
+        """What the nearest entry that was computed with something else says of how; empty if there is none."""
+        row = self._catalog.stranger(identity, self.namespace_digest, ids)
+        try:
+            return {} if row is None else self.header(row.key).meta.recorded
+        except (EntryError, OSError):
+            return {}
 
     def serve(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import statistics
 import sys
 import time
@@ -62,8 +61,11 @@ def add(wrapped: Any, name: str, seed: int, config: Any = None) -> None:
     wrapped.eval()
 
 
+PARTS = ("weights", "config", "adapters", "dtypes")
+
+
 def differing(one: ModelParts, other: ModelParts) -> set[str]:
-    return {field.name for field in dataclasses.fields(one) if getattr(one, field.name) != getattr(other, field.name)}
+    return {name for name in PARTS if getattr(one, name) != getattr(other, name)}
 
 
 def layers(model: nn.Module) -> list[Any]:

@@ -32,7 +32,8 @@ def test_the_names() -> None:
     ]
     assert all(getattr(kvkeep, name) is not None for name in kvkeep.__all__)
     bound = "attach attached detach generate identity load lookup prepare refresh save"
-    store = "bind check_writable entries entry find get header locked name put read_ids refute remove serve verify"
+    store = "bind check_writable entries entry find get header locked name put read_ids recorded_by_stranger refute"
+    store += " remove serve verify"
     assert public(kvkeep.BoundStore) == [*bound.split(), "to_legacy", "warm"]
     assert public(kvkeep.CacheStore) == store.split()
     with pytest.raises(AttributeError, match="nothing_of_ours"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ class ModelParts:
         config: every configuration field and derived constant that can change KV.
         adapters: the adapters that act, by content and place, or ``None`` for the bare model.
         dtypes: the number formats it computes in: the model's own, and autocast.
+        fields: what ``config`` is made of, 8 hex digits each: to name what differs, not to tell that nothing does.
     """
 
     weights: str
     config: str
     adapters: str | None
     dtypes: str
+    fields: Mapping[str, str] = field(compare=False, repr=False)
 
 
 def fingerprint_model(
@@ -74,11 +76,13 @@ def fingerprint_model(
     constants = {holding.name: holding.tensor for holding in held if holding.part == "constant"}
     if model_id is not None:
         weights = _id_digest(model_id)
+    fields = _config_parts(model, parts, tensor_digests(constants, threads=threads))
     return ModelParts(
         weights=weights or _weights_digest(model, parts, threads),
-        config=_config_digest(model, parts, tensor_digests(constants, threads=threads)),
+        config=digest_fields("kvkeep/config/1", *_listed(fields)).hex(),
         adapters=adapters_digest(parts.layers, threads=threads),
         dtypes=_dtypes_digest(model),
+        fields={name: digest.hex()[:8] for name, digest in fields.items()},
     )
 
 
@@ -92,21 +96,22 @@ def _id_digest(model_id: str) -> str:
     return digest_fields("kvkeep/model-id/1", model_id.encode()).hex()
 
 
-def _config_digest(model: nn.Module, parts: Anatomy, constants: Mapping[str, bytes]) -> str:
+def _config_parts(model: nn.Module, parts: Anatomy, constants: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A digest for every configuration field, for every constant derived from them, and for the rest of rope."""
     fields = config.config_fields(model, keep_rope=not any(name.endswith(rope.FREQUENCIES) for name in constants))
     rotary = {path: module for path, module in parts.modules if hasattr(module, "rope_type")}
-    scalings = {path: rope.scalings(module) for path, module in rotary.items()}
-    dynamic = any(rope.is_dynamic(module) for module in rotary.values())
-    settings = None
-    if dynamic:  # what the forward pass rewrites them by, and from which length on
+    for path, module in rotary.items():
+        scalings = rope.scalings(module)
+        if scalings:
+            fields[f"{path}.scaling"] = scalings
+    if any(rope.is_dynamic(module) for module in rotary.values()):  # what the forward pass rewrites them by, and where
         rule = rope.length_rule(model)
-        settings = [rope.obeyed_settings(config.text_config(model)), rule and [rule.switch, rule.beyond]]
-    return digest_fields(
-        "kvkeep/config/1",
-        canonical_json(fields, where="config"),
-        canonical_json({"scalings": scalings, "settings": settings}, where="config"),
-        *_listed(constants),
-    ).hex()
+        fields["rope settings"] = [rope.obeyed_settings(config.text_config(model)), rule and [rule.switch, rule.beyond]]
+    named = {
+        name: digest_fields("kvkeep/config-field/1", canonical_json(value, where=f"config.{name}"))
+        for name, value in fields.items()
+    }
+    return {**named, **constants}
 
 
 def _listed(digests: Mapping[str, bytes]) -> list[bytes]:
