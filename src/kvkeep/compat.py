@@ -17,6 +17,8 @@ import transformers
 from transformers import DynamicCache, GenerationMixin, StaticCache
 from transformers import cache_utils as _cache_utils
 
+from kvkeep.placement import device_of
+
 TRANSFORMERS: str = transformers.__version__
 
 # 5.24 renamed `past_key_values` to `cache`: the argument of generate and forward, and the field of outputs.
@@ -258,9 +260,10 @@ _KNOWN_CACHES = {
 
 
 def layer_devices(model: Any, count: int) -> list[torch.device]:
-    """The device each layer's KV is used on: that of the decoder layer's first parameter, else of the model."""
+    """The device each layer's KV is used on: the one that the decoder layer computes on, else the model's."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     layers = getattr(decoder, "layers", None)
+    default = device_of(model) or torch.device("cpu")
     if layers is None or len(layers) != count:
-        return [model.device] * count
-    return [next((p.device for p in layer.parameters()), model.device) for layer in layers]
+        return [default] * count
+    return [device_of(layer) or default for layer in layers]

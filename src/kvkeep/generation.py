@@ -17,6 +17,7 @@ from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedRequestError
 from kvkeep.guard import StoredRow, compare, prove
 from kvkeep.keys import TokenIds
+from kvkeep.placement import shard_of
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
 from kvkeep.storage.verified import FileIdentity
@@ -210,21 +211,13 @@ def refuse(model: Any, arguments: Mapping[str, Any]) -> None:
 
 def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
     """Why this call must run without the store, or ``None``: whatever is not proven to be right steps aside."""
-    name = str(getattr(mode, "value", mode))
     if model.training:
         return "training: the model is in training mode"
     if getattr(generation_config, "use_cache", True) is False:
         return "use_cache: the call runs without a cache"
-    if model.config.is_encoder_decoder:
-        return "mode: encoder-decoder models are not served yet"
-    if name not in _PROVEN_MODES:
-        return f"mode: {name} is not served yet"
-    for argument in _UNPROVEN_ARGUMENTS:
-        if call.arguments.get(argument) is not None:
-            return f"mode: {argument} is not served yet"
-    for setting in _UNPROVEN_SETTINGS:
-        if getattr(generation_config, setting, None):
-            return f"mode: {setting} is not served yet"
+    unproven = _unproven(model, call, generation_config, str(getattr(mode, "value", mode)))
+    if unproven is not None:
+        return f"mode: {unproven} is not served yet"
     extras = sorted(compat.generation_inputs(model_kwargs))
     if extras:
         return f"inputs: {', '.join(extras)} are not served yet"
@@ -233,6 +226,20 @@ def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mappi
     if call.ids.shape[0] != 1 or call.expansion != 1:
         return f"batch: {call.ids.shape[0] * call.expansion} rows are not served yet"
     return _odd_positions(call.ids.shape[1], model_kwargs)
+
+
+def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str | None:
+    """The name of what this call asks for that is not proven to be right with a stored prefix."""
+    if shard_of(model) is not None or call.arguments.get("synced_gpus"):
+        return "a group of ranks, which must agree on what they reuse,"
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder model"
+    if mode not in _PROVEN_MODES:
+        return mode
+    for argument in _UNPROVEN_ARGUMENTS:
+        if call.arguments.get(argument) is not None:
+            return argument
+    return next((setting for setting in _UNPROVEN_SETTINGS if getattr(generation_config, setting, None)), None)
 
 
 def _odd_positions(length: int, model_kwargs: Mapping[str, Any]) -> str | None:

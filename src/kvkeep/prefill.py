@@ -11,6 +11,7 @@ import torch
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedCacheError
 from kvkeep.keys import TokenIds
+from kvkeep.placement import device_of
 
 CHUNK = 512
 """Tokens a forward pass: bounds the memory of activations and lets long work show its progress."""
@@ -63,7 +64,7 @@ def id_tensor(ids: TokenIds) -> torch.Tensor:
 
 def input_device(model: Any) -> torch.device:
     """The device that token ids are fed on: that of the input embeddings."""
-    return torch.device(model.get_input_embeddings().weight.device)
+    return device_of(model.get_input_embeddings()) or torch.device("cpu")
 
 
 @contextmanager

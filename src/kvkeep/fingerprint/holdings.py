@@ -18,6 +18,7 @@ from kvkeep.fingerprint import rope
 from kvkeep.fingerprint.adapters import AdapterLayer
 from kvkeep.fingerprint.tensors import check_hashable
 from kvkeep.fingerprint.tuners import bare_child, wrapped
+from kvkeep.placement import content_of, is_placed
 
 _WRAPPER = "_orig_mod"  # torch.compile keeps the module that it wraps under this name
 
@@ -47,10 +48,21 @@ class Holding:
     part: Literal["weight", "constant", "adapter"]
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def held(self) -> torch.Tensor:
         """The tensor that is held now."""
         tensor: torch.Tensor = getattr(self.module, self.store)[self.key]
         return tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its content, which may be elsewhere; see :func:`~kvkeep.placement.content_of`."""
+        held = self.held
+        return content_of(self.module, self.key, held) if is_placed(held) else held
+
+    @property
+    def passing(self) -> bool:
+        """Whether the content is read anew each time it is asked for: it lies on disk."""
+        return is_placed(self.held) and self.tensor is not self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +142,26 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = model._modules[bare]  # type: ignore[assignment]
 
 
-def state(model: nn.Module, parts: Anatomy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What ``state_dict()`` shows of the bare model, by its name there: the tensors, and everything else."""
+def state(
+    model: nn.Module, parts: Anatomy, held: Iterable[Holding]
+) -> tuple[dict[str, torch.Tensor], dict[str, Holding], dict[str, Any]]:
+    """What ``state_dict()`` shows of the bare model, by its name there: tensors, those on disk, and everything else."""
+    placed = {holding.name: holding for holding in held if holding.part == "weight" and is_placed(holding.held)}
     tensors: dict[str, torch.Tensor] = {}
+    passing: dict[str, Holding] = {}
     extras: dict[str, Any] = {}
     for place, value in model.state_dict(keep_vars=True).items():
         name = parts.name(place)
         if name is None:
             continue
-        if isinstance(value, torch.Tensor):
-            check_hashable(name, value)
-            tensors[name] = value
+        if name in placed and placed[name].passing:
+            passing[name] = placed[name]
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = placed[name].tensor if name in placed else value
+            check_hashable(name, tensors[name])
         else:
             extras[name] = value
-    return tensors, extras
+    return tensors, passing, extras
 
 
 def holdings(model: nn.Module, parts: Anatomy, *, weights: bool = True) -> list[Holding]:

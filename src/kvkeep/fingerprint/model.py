@@ -12,9 +12,10 @@ from torch import nn
 from kvkeep.fingerprint import config, rope
 from kvkeep.fingerprint.adapters import adapters_digest
 from kvkeep.fingerprint.encoding import canonical_json, dtype_name
-from kvkeep.fingerprint.holdings import Anatomy, anatomy, holdings, state, unwrap
+from kvkeep.fingerprint.holdings import Anatomy, Holding, anatomy, holdings, state, unwrap
 from kvkeep.fingerprint.tensors import tensor_digests
 from kvkeep.keys import digest_fields
+from kvkeep.placement import device_of, shard_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ def fingerprint_model(
         weights = _id_digest(model_id)
     fields = _config_parts(model, parts, tensor_digests(constants, threads=threads))
     return ModelParts(
-        weights=weights or _weights_digest(model, parts, threads),
+        weights=weights or _weights_digest(model, parts, held, threads),
         config=digest_fields("kvkeep/config/1", *_listed(fields)).hex(),
         adapters=adapters_digest(parts.layers, threads=threads),
         dtypes=_dtypes_digest(model),
@@ -86,10 +87,15 @@ def fingerprint_model(
     )
 
 
-def _weights_digest(model: nn.Module, parts: Anatomy, threads: int | None) -> str:
-    tensors, extras = state(model, parts)
+def _weights_digest(model: nn.Module, parts: Anatomy, held: list[Holding], threads: int | None) -> str:
+    tensors, passing, extras = state(model, parts, held)
+    digests = tensor_digests(tensors, threads=threads)
+    for name, holding in passing.items():  # one at a time: together they may not fit into memory
+        digests |= tensor_digests({name: holding.tensor}, threads=threads)
     settings = canonical_json(extras, where="state_dict()") if extras else None
-    return digest_fields("kvkeep/weights/1", settings, *_listed(tensor_digests(tensors, threads=threads))).hex()
+    shard = shard_of(model)
+    mine = [] if shard is None else [canonical_json(shard, where="shard")]
+    return digest_fields("kvkeep/weights/1", settings, *_listed(digests), *mine).hex()
 
 
 def _id_digest(model_id: str) -> str:
@@ -125,7 +131,10 @@ def _dtypes_digest(model: nn.Module) -> str:
 
 def device_types(model: nn.Module) -> list[str]:
     """The kinds of device that the model's parameters are on, of those that know autocast."""
-    return sorted(filter(torch.amp.is_autocast_available, {tensor.device.type for tensor in model.parameters()}))
+    kinds = {tensor.device.type for tensor in model.parameters()}
+    if "meta" in kinds:  # offloaded
+        kinds |= {device.type for device in [device_of(model)] if device is not None}
+    return sorted(filter(torch.amp.is_autocast_available, kinds))
 
 
 def compute_dtypes(model: nn.Module, devices: list[str]) -> dict[str, Any]:

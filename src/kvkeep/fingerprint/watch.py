@@ -2,7 +2,8 @@
 
 Reading all weights again would take a tenth of a second and more, so each tensor is compared by what moves when it is
 written (its identity, memory, version counter) and by a sample of its bytes for the writes that move nothing (fused
-optimizer steps, ``.data.add_``, numpy aliases). A write of a few elements through ``.data`` can pass unseen.
+optimizer steps, ``.data.add_``, numpy aliases). A write of a few elements through ``.data`` can pass unseen, and so can
+a change of weights that are offloaded to disk.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvkeep.fingerprint.holdings import Holding, anatomy, holdings, unwrap
 from kvkeep.fingerprint.model import compute_dtypes, device_types
 from kvkeep.fingerprint.rope import scalings
 from kvkeep.fingerprint.tuners import peft_bases
+from kvkeep.placement import content_of, is_placed
 
 _LINES, _LINE = 16, 64  # a sample is 16 stretches of 64 bytes, spread evenly
 
@@ -88,6 +90,7 @@ class _Stamps:
 
     def __init__(self, modules: list[nn.Module], held: list[Holding]) -> None:
         self._modules = [_ModuleStamp.of(module) for module in modules]
+        held = [holding for holding in held if not holding.passing]
         self._tensors = [_TensorStamp.of(holding) for holding in held]
         self._views = [view for holding in held if (view := _sample_view(holding.tensor)) is not None]
         self._sample = _sampled(self._views)
@@ -177,6 +180,7 @@ class _TensorStamp:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    placed: bool  # its content is elsewhere
 
     @classmethod
     def of(cls, holding: Holding) -> _TensorStamp:
@@ -192,12 +196,16 @@ class _TensorStamp:
             tensor.shape,
             tensor.stride(),
             tensor.dtype,
+            is_placed(holding.held),
         )
 
     def matching_storage(self) -> Any:
         """The tensor's storage if the tensor is what it was, else ``None``."""
-        tensor = self.tensor()
-        if getattr(self.module(), self.store, {}).get(self.key) is not tensor or tensor is None:
+        tensor, module = self.tensor(), self.module()
+        held = getattr(module, self.store, {}).get(self.key)
+        if self.placed and module is not None and held is not None:
+            held = content_of(module, self.key, held)
+        if held is not tensor or tensor is None:
             return None
         storage = tensor.untyped_storage()
         same = (
