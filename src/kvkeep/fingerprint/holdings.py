@@ -6,7 +6,7 @@ One list serves both the fingerprint and the check before each call, so that nei
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import nn
 from kvkeep.errors import UnsupportedRequestError
 from kvkeep.fingerprint import rope
 from kvkeep.fingerprint.adapters import AdapterLayer
+from kvkeep.fingerprint.subclasses import follow, is_made_of_others, leaves, recipe
 from kvkeep.fingerprint.tensors import check_hashable
 from kvkeep.fingerprint.tuners import bare_child, wrapped
 from kvkeep.placement import content_of, is_placed
@@ -39,6 +40,7 @@ class Holding:
     Attributes:
         name: the path in the bare model.
         part: a weight (``state_dict()`` shows it), a constant derived from the configuration, or an adapter's.
+        inner: the attributes to follow to a tensor inside it, where it is made of others (quantized weights).
     """
 
     name: str
@@ -46,6 +48,7 @@ class Holding:
     store: str
     key: str
     part: Literal["weight", "constant", "adapter"]
+    inner: tuple[str, ...] = ()
 
     @property
     def held(self) -> torch.Tensor:
@@ -57,7 +60,7 @@ class Holding:
     def tensor(self) -> torch.Tensor:
         """Its content, which may be elsewhere; see :func:`~kvkeep.placement.content_of`."""
         held = self.held
-        return content_of(self.module, self.key, held) if is_placed(held) else held
+        return follow(content_of(self.module, self.key, held) if is_placed(held) else held, self.inner)
 
     @property
     def passing(self) -> bool:
@@ -157,8 +160,12 @@ def state(
         if name in placed and placed[name].passing:
             passing[name] = placed[name]
         elif isinstance(value, torch.Tensor):
-            tensors[name] = placed[name].tensor if name in placed else value
-            check_hashable(name, tensors[name])
+            content = placed[name].tensor if name in placed else value
+            for path, leaf in leaves(content):
+                tensors[".".join((name, *path))] = leaf
+                check_hashable(name, leaf)
+            if is_made_of_others(content):
+                extras[f"{name}.recipe"] = recipe(content)
         else:
             extras[name] = value
     return tensors, passing, extras
@@ -187,9 +194,18 @@ def holdings(model: nn.Module, parts: Anatomy, *, weights: bool = True) -> list[
         inside = [(layer.path, module) for layer in parts.layers for part in layer.parts for module in part.modules]
         for path, module in (*parts.modules, *inside):
             _check_nothing_hidden(path, module, registered)
+    found = [leaf for holding in found for leaf in _leaves_of(holding)]
     for holding in found:
         check_hashable(holding.name, holding.tensor)
     return found
+
+
+def _leaves_of(holding: Holding) -> Iterator[Holding]:
+    if not is_made_of_others(holding.tensor):
+        yield holding
+        return
+    for path, _ in leaves(holding.tensor):
+        yield replace(holding, name=".".join((holding.name, *path)), inner=path)
 
 
 def _held(path: str, module: nn.Module) -> Iterator[Holding]:

@@ -26,6 +26,7 @@ from kvkeep.fingerprint.adapters import LayerStamp, is_plain
 from kvkeep.fingerprint.holdings import Holding, anatomy, holdings, unwrap
 from kvkeep.fingerprint.model import compute_dtypes, device_types
 from kvkeep.fingerprint.rope import scalings
+from kvkeep.fingerprint.subclasses import follow
 from kvkeep.fingerprint.tuners import peft_bases
 from kvkeep.placement import content_of, is_placed
 
@@ -181,6 +182,7 @@ class _TensorStamp:
     stride: tuple[int, ...]
     dtype: torch.dtype
     placed: bool  # its content is elsewhere
+    inner: tuple[str, ...]
 
     @classmethod
     def of(cls, holding: Holding) -> _TensorStamp:
@@ -197,6 +199,7 @@ class _TensorStamp:
             tensor.stride(),
             tensor.dtype,
             is_placed(holding.held),
+            holding.inner,
         )
 
     def matching_storage(self) -> Any:
@@ -205,6 +208,8 @@ class _TensorStamp:
         held = getattr(module, self.store, {}).get(self.key)
         if self.placed and module is not None and held is not None:
             held = content_of(module, self.key, held)
+        if self.inner and held is not None:
+            held = follow(held, self.inner)
         if held is not tensor or tensor is None:
             return None
         storage = tensor.untyped_storage()
