@@ -244,7 +244,19 @@ def generation_inputs(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "output_hidden_states",
         "return_dict",
     }
-    return {name: value for name, value in model_kwargs.items() if name not in ignored and value is not None}
+    given = {name: value for name, value in model_kwargs.items() if name not in ignored and value is not None}
+    if given.get("mm_encoder_outputs") == {}:  # 5.24 sets it for prompts without pictures, too
+        del given["mm_encoder_outputs"]
+    return given
+
+
+def media_token_ids(model: Any) -> frozenset[int]:
+    """The ids that stand for pictures, films and sound in this model's prompts."""
+    found = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)
+    return frozenset(one for one in found if isinstance(one, int))
+
+
+_MEDIA_TOKENS = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
 
 
 def is_known_cache(cache: Any) -> bool:

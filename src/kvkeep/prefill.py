@@ -48,6 +48,13 @@ def check_known(model: Any, ids: TokenIds) -> None:
         raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
 
 
+def media_in(model: Any, ids: TokenIds) -> str | None:
+    """Why these ids do not decide their KV alone, or ``None`` if they do."""
+    media = compat.media_token_ids(model)
+    found = media.intersection(ids.tolist()) if media else None
+    return f"the prompt holds the id {min(found)}, which stands for a picture, film or sound" if found else None
+
+
 def feed(model: Any, cache: Any, ids: TokenIds) -> None:
     """Extend a cache by these ids in one forward pass, without dropout and without gradients."""
     arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}

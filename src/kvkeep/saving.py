@@ -15,7 +15,7 @@ from kvkeep.guard import objection_to, prove, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import LayerState, describe_layers, plan_layers, sliding_start
-from kvkeep.prefill import CHUNK, check_known, prefill
+from kvkeep.prefill import CHUNK, check_known, media_in, prefill
 from kvkeep.records import Entry
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _prefill(
     ids: TokenIds,
     progress: Callable[[int, int], None] | None,
 ) -> Entry:
-    model, plans, total, began = live.model(), _plans(live, len(ids)), len(ids), time.perf_counter()
+    model, plans, total, began = live.model(), _plans(live, ids), len(ids), time.perf_counter()
     report = None if progress is None else lambda done: progress(done, total)
     cache = prefill(model, ids, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
@@ -65,7 +65,7 @@ def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids:
     """Store a cache that the user prefilled with exactly these ids."""
     store.check_writable()
     model = live.model()
-    plans = _plans(live, len(ids))
+    plans = _plans(live, ids)
     states = describe_idle(model, cache, len(ids), plans)
     key = entry_key(ids, live.current(), store.namespace_digest)
     if guard:
@@ -85,8 +85,11 @@ def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan
     return describe(cache, plans, length)
 
 
-def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:
-    model, rule = live.model(), live.length_rule()
+def _plans(live: LiveIdentity, ids: TokenIds) -> tuple[LayerPlan, ...]:
+    model, rule, length = live.model(), live.length_rule(), len(ids)
+    media = media_in(model, ids)
+    if media is not None:
+        raise UnsupportedRequestError(f"{media}: store the part of the prompt before it")
     if rule is not None and rule.refuses(length):
         raise UnsupportedCacheError(
             f"{type(model).__name__} has other rotary frequencies for every length beyond {rule.switch} tokens, so "

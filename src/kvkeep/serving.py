@@ -50,7 +50,7 @@ class Serving:
     def lookup(self, ids: TokenIds) -> Match:
         """How many leading tokens could be served, at most all but the last."""
         identity = self._live.current()
-        refused = self._refused(len(ids))
+        refused = self._refused(ids)
         if refused is not None:
             return _miss(refused)
         match = self._store.find(identity, ids, limit=len(ids) - 1, obstacle=self._obstacle(len(ids)))
@@ -81,7 +81,7 @@ class Serving:
 
         try:
             identity = self._live.current()
-            refused, obstacle = self._refused(len(ids)), self._obstacle(len(ids))
+            refused, obstacle = self._refused(ids), self._obstacle(len(ids))
             if refused is not None:
                 return Served(_miss(refused))
             match = self._store.serve(identity, ids, limit=len(ids) - 1, use=use, obstacle=obstacle)
@@ -106,10 +106,10 @@ class Serving:
         listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         return replace(match, reason=match.reason.replace("another config", f"another config ({listed})", 1))
 
-    def _refused(self, prompt: int) -> str | None:
-        """Why no entry at all can serve a prompt of so many tokens."""
+    def _refused(self, ids: TokenIds) -> str | None:
+        """Why no entry at all can serve this prompt."""
         rule = self._live.length_rule()
-        return None if rule is None else rule.refuses(prompt)
+        return None if rule is None else rule.refuses(len(ids))
 
     def _obstacle(self, prompt: int) -> Obstacle | None:
         """What keeps entries that were computed otherwise from a prompt of so many tokens."""

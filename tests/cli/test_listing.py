@@ -1,4 +1,5 @@
 import json
+import re
 import time
 from importlib.metadata import version
 
@@ -117,6 +118,7 @@ def test_inspect_for_people(both, kvkeep):
     assert lines["names"] == "one"
     assert lines["tokens"] == "90"
     assert lines["weights"] == one.identity.weights
+    assert re.fullmatch(r"\d\d lines, shown with --format json", lines["recorded config"])
     assert lines["layers"] == "3 x full, rows [0, 90): keys rows F32 2x16, values rows F32 2x16"
     assert lines["ids"] == "90: 3 4 5 6 7 8 9 10 ... 85 86 87 88 89 90 91 92"
 

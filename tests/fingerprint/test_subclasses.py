@@ -87,7 +87,5 @@ def test_settings_count(tmp_path: Path) -> None:
 
 def test_settings_without_a_text_are_refused_by_name(tmp_path: Path) -> None:
     model = quantized(object())
-    with pytest.raises(
-        UnsupportedRequestError, match=r"layers\.0\.mlp\.up_proj\.weight\.recipe.* holds a object"
-    ):
+    with pytest.raises(UnsupportedRequestError, match=r"layers\.0\.mlp\.up_proj\.weight\.recipe.* holds a object"):
         CacheStore(tmp_path / "store").bind(model)

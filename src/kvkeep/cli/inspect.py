@@ -125,13 +125,18 @@ def _emit_lines(data: Mapping[str, Any]) -> None:
         *((part, digest or "-") for part, digest in data["identity"].items()),
         ("namespace", data["namespace"]),
         ("prefix", data["prefix"]),
-        *((f"recorded {name}", str(value)) for name, value in data["recorded"].items()),
+        *((f"recorded {name}", _one_line(value)) for name, value in data["recorded"].items()),
         *(("layers", _layer_line(layer)) for layer in data["layers"]),
         ("ids", f"{ids['count']:,}: {_numbers(ids['first'])} ... {_numbers(ids['last'])}"),
     ]
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
         click.echo(f"{label.ljust(width)}  {value}")
+
+
+def _one_line(value: Any) -> str:
+    lines = str(value).splitlines()
+    return f"{len(lines)} lines, shown with --format json" if len(lines) > 1 else str(value)
 
 
 def _layer_line(layer: Mapping[str, Any]) -> str:
