@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from kvkeep.generation import Served
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
-from kvkeep.layouts import fill_cache
+from kvkeep.layouts import Buffers, fill_cache
 from kvkeep.matching import can_trim
 from kvkeep.records import GenerateReport, Identity, Match
 from kvkeep.storage.entries import EntryFile
@@ -66,8 +66,8 @@ class Serving:
         def use(file: EntryFile, tokens: int) -> None:
             nonlocal served
 
-            def read(number: int, first: int, last: int, targets: Mapping[str, Sequence[memoryview]]) -> None:
-                file.read_rows("layers", number, first, last, targets)
+            def read(number: int, first: int, last: int, targets: Buffers, behind: Buffers | None) -> None:
+                file.read_rows("layers", number, first, last, targets, behind)
 
             meta, tensors, rule = file.header.meta, file.header.tensors, self._live.length_rule()
             watched = guard and can_trim(meta, tokens - 1)

@@ -4,6 +4,7 @@ from kvkeep.layouts.attention import sliding_start
 from kvkeep.layouts.base import LayerCodec, LayerState
 from kvkeep.layouts.cachemap import (
     DTYPE_NAMES,
+    Buffers,
     cached_row,
     describe_cache,
     describe_layers,
@@ -15,6 +16,7 @@ from kvkeep.layouts.registry import codec_for, register_layer_codec
 
 __all__ = [
     "DTYPE_NAMES",
+    "Buffers",
     "LayerCodec",
     "LayerState",
     "cached_row",

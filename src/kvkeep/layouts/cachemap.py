@@ -17,8 +17,10 @@ from kvkeep.layouts.attention import attention_state
 from kvkeep.layouts.base import LayerCodec, LayerState
 from kvkeep.layouts.registry import codec_for
 
-ReadRows = Callable[[int, int, int, Mapping[str, Sequence[memoryview]]], None]
-"""``read(layer, first, last, targets)`` fills the buffers, one a head, with rows [first, last) of the layer."""
+Buffers = Mapping[str, Sequence[memoryview]]
+ReadRows = Callable[[int, int, int, Buffers, Buffers | None], None]
+"""``read(layer, first, last, targets, behind)`` fills the buffers, one a head, with rows [first, last) of the layer,
+and the buffers of ``behind`` with the row that follows."""
 
 _WORTH_AN_ARENA = 1 << 20
 
@@ -126,21 +128,17 @@ def fill_cache(
             first, last = codec.wanted(layer, meta.layers[number], tokens)
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
-        # What grows is read with the next row behind it, in one go; the layer is given a view without that row.
-        extra = int(next_row and isinstance(layer, compat.DYNAMIC_LAYER))
-        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last + extra, extra, tensors))
+        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, tensors))
     arena = _arena(jobs, devices)
+    behind = [job.row() for job in jobs] if next_row else None
     try:
-        filled = [_fill(job, tokens, read, devices[job.number], arena) for job in jobs]
-        for job, rows in zip(jobs, filled, strict=True):
-            kept = {role: one[:, : one.shape[1] - job.extra] for role, one in rows.items()}
-            job.codec.finish(job.layer, kept, tokens)
-        if not next_row:
-            return None
-        return [
-            {role: one[:, -1:] for role, one in rows.items()} if job.extra else _read_row(job, tokens, read)
-            for job, rows in zip(jobs, filled, strict=True)
+        filled = [
+            _fill(job, tokens, read, devices[job.number], arena, None if behind is None else behind[job.number])
+            for job in jobs
         ]
+        for job, rows in zip(jobs, filled, strict=True):
+            job.codec.finish(job.layer, rows, tokens)
+        return behind
     except BaseException:
         compat.empty_cache(cache)
         raise
@@ -160,7 +158,7 @@ def cached_row(cache: Any, position: int, seen: int) -> list[Mapping[str, torch.
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One layer to be filled with rows [first, last), of which the layer is not to see the last ``extra``."""
+    """One layer to be filled with rows [first, last)."""
 
     number: int
     layer: Any
@@ -168,7 +166,6 @@ class _Job:
     record: LayerRecord
     first: int
     last: int
-    extra: int
     tensors: Mapping[str, TensorSpec]
 
     def likes(self) -> dict[str, torch.Tensor]:
@@ -181,14 +178,12 @@ class _Job:
             for role, spec in specs.items()
         }
 
-
-def _read_row(job: _Job, position: int, read: ReadRows) -> dict[str, torch.Tensor]:
-    """The rows of one token, which does not go into the layer."""
-    rows = {role: torch.empty_like(like[:, :1], device="cpu") for role, like in job.likes().items()}
-    if rows:
-        at = position - job.record.first
-        read(job.number, at, at + 1, {role: head_buffers(row) for role, row in rows.items()})
-    return rows
+    def row(self) -> dict[str, torch.Tensor]:
+        """A place for one row of every role, [heads, 1, dim] on the CPU."""
+        return {
+            role: torch.empty((like.shape[0], 1, like.shape[2]), dtype=like.dtype)
+            for role, like in self.likes().items()
+        }
 
 
 def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | None:
@@ -213,7 +208,12 @@ def _targets(cache: Any, count: int) -> list[LayerCodec]:
 
 
 def _fill(
-    job: _Job, tokens: int, read: ReadRows, device: torch.device, arena: Arena | None
+    job: _Job,
+    tokens: int,
+    read: ReadRows,
+    device: torch.device,
+    arena: Arena | None,
+    behind: Mapping[str, torch.Tensor] | None,
 ) -> Mapping[str, torch.Tensor]:
     def empty(like: torch.Tensor) -> torch.Tensor:
         return (
@@ -223,7 +223,8 @@ def _fill(
     targets = job.codec.allocate(job.layer, job.likes(), tokens, device, empty)
     staged = {role: t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for role, t in targets.items()}
     buffers = {role: head_buffers(rows) for role, rows in staged.items()}
-    read(job.number, job.first - job.record.first, job.last - job.record.first, buffers)
+    after = {role: head_buffers(rows) for role, rows in behind.items()} if behind else None
+    read(job.number, job.first - job.record.first, job.last - job.record.first, buffers, after)
     for role, target in targets.items():
         if target is not staged[role]:
             target.copy_(staged[role])

@@ -100,7 +100,9 @@ class EntryFile:
         """The prefix digests at the block boundaries in (start, end]."""
         return self._read_start(force=False)[1]
 
-    def read_rows(self, stem: str, number: int, first: int, last: int, targets: Rows) -> None:
+    def read_rows(
+        self, stem: str, number: int, first: int, last: int, targets: Rows, behind: Rows | None = None
+    ) -> None:
         """Read rows [first, last) of one layer, counted from the first row that is stored.
 
         Blocks are checked whole, so the first time up to one block more is read at each end.
@@ -111,12 +113,14 @@ class EntryFile:
             first: the first row.
             last: the row after the last.
             targets: for every role that is stored as rows, one writable buffer of (last - first) rows a head.
+            behind: the same of one row a head, which take the row behind the others.
         """
         layer = self._layer(stem, number)
-        if not 0 <= first <= last <= layer.rows:
-            raise InvalidRequestError(f"rows [{first}, {last}) are not within the {layer.rows} that are stored")
-        if first < last:
-            self._read_rows(stem, number, first, last, targets, force=False)
+        end = last + (behind is not None)
+        if not 0 <= first <= last or end > layer.rows:
+            raise InvalidRequestError(f"rows [{first}, {end}) are not within the {layer.rows} that are stored")
+        if first < end:
+            self._read_rows(stem, number, first, last, targets, behind, force=False)
 
     def read_snapshots(self, stem: str, number: int, targets: Mapping[str, memoryview]) -> None:
         """Read one layer's snapshots, for every role that is stored so, into writable buffers of their size."""
@@ -144,7 +148,7 @@ class EntryFile:
                 raise EntryDamagedError("the key is not that of the token ids")
         for stem, number, layer in meta.groups():
             for first, last, targets in self._scratch_rows(stem, number, layer):
-                self._read_rows(stem, number, first, last, targets, force=True)
+                self._read_rows(stem, number, first, last, targets, None, force=True)
             self._verify_whole(
                 self._first[stem, number] + blocks(layer.rows),
                 [tensor_name(stem, number, role) for role in layer.roles("snapshot")],
@@ -180,31 +184,38 @@ class EntryFile:
             pieces += [Piece(begin + at, view[at : at + CHUNK], unit, CHUNK) for at in range(0, len(view), CHUNK)]
         self._run(pieces, units)
 
-    def _read_rows(self, stem: str, number: int, first: int, last: int, targets: Rows, *, force: bool) -> None:
+    def _read_rows(
+        self, stem: str, number: int, first: int, last: int, targets: Rows, behind: Rows | None, *, force: bool
+    ) -> None:
         layer = self._layer(stem, number)
-        base = self._first[stem, number]
-        low, high = first // BLOCK, blocks(last)
+        base, stop = self._first[stem, number], last + (behind is not None)
+        low, high = first // BLOCK, blocks(stop)
         units = self._unchecked(range(base + low, base + high), force)
         begin = low * BLOCK if base + low in units else first
-        end = min(high * BLOCK, layer.rows) if base + high - 1 in units else last
-        roles = layer.roles("rows")
-        _check_roles(targets, roles)
+        end = min(high * BLOCK, layer.rows) if base + high - 1 in units else stop
+        stretches = [(first, last, targets)] if behind is None else [(first, last, targets), (last, stop, behind)]
+        for _, _, buffers in stretches:
+            _check_roles(buffers, layer.roles("rows"))
         pieces: list[Piece] = []
-        for role in roles:
+        for role in layer.roles("rows"):
             spec = self.header.tensors[tensor_name(stem, number, role)]
             width = spec.row_bytes
-            if len(targets[role]) != spec.shape[0]:
+            if any(len(buffers[role]) != spec.shape[0] for _, _, buffers in stretches):
                 raise InvalidRequestError(f"{role!r} needs one buffer for each of its {spec.shape[0]} heads")
-            for head, target in enumerate(targets[role]):
-                pieces += head_pieces(
-                    self.header.data + spec.begin + (head * spec.shape[1] + begin) * width,
-                    _scratch((first - begin) * width),
-                    _writable(target, (last - first) * width, role),
-                    _scratch((end - last) * width),
-                    first=first,
-                    width=width,
-                    base=base,
-                )
+            for head in range(spec.shape[0]):
+                tensor = self.header.data + spec.begin + head * spec.shape[1] * width
+                for row, to, buffers in stretches:
+                    lead = (first - begin) * width if buffers is targets else 0
+                    tail = (end - stop) * width if to == stop else 0
+                    pieces += head_pieces(
+                        tensor + row * width - lead,
+                        _scratch(lead),
+                        _writable(buffers[role][head], (to - row) * width, role),
+                        _scratch(tail),
+                        first=row,
+                        width=width,
+                        base=base,
+                    )
         self._run(pieces, units)
 
     def _verify_whole(self, unit: int, names: Sequence[str]) -> None:
