@@ -50,8 +50,8 @@ class Source(Protocol):
     guard: bool
     """Whether calls are guarded that do not say so themselves."""
 
-    def fill(self, cache: Any, ids: TokenIds, *, guard: bool) -> Served:
-        """Fill an empty cache with as much as is stored of ``ids``."""
+    def fill(self, cache: Any, ids: TokenIds, *, guard: bool, new_tokens: int = 0) -> Served:
+        """Fill an empty cache with as much as is stored of ``ids``; so many new tokens are going to follow them."""
 
     def arguments(self, ids: TokenIds, *, guard: bool) -> tuple[dict[str, Any], Served]:
         """The same as arguments for ``generate``: a filled cache, and what keeps the config from contradicting it."""
@@ -102,7 +102,8 @@ class Call:
         except InvalidPromptError as error:
             self.finish(_miss(f"inputs: {error}"), 0)
             return
-        served = self.served = self.source.fill(cache, ids, guard=self.guard)
+        new = max(0, int(getattr(generation_config, "max_length", None) or 0) - len(ids))
+        served = self.served = self.source.fill(cache, ids, guard=self.guard, new_tokens=new)
         self.seconds = time.perf_counter() - began
         if served.row is None:
             self.finish(served.match, served.held)

@@ -24,6 +24,9 @@ from kvkeep.storage.index import Row
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
 
+_ROOM = 256
+"""New tokens that room is made for at most; beyond that a layer grows as transformers lets it."""
+
 _NAMED = 5
 """How many configuration fields a reason names."""
 
@@ -56,10 +59,11 @@ class Serving:
         match = self._store.find(identity, ids, limit=len(ids) - 1, obstacle=self._obstacle(len(ids)))
         return self._named(match, identity, ids)
 
-    def fill(self, cache: Any, ids: TokenIds, *, guard: bool) -> Served:
+    def fill(self, cache: Any, ids: TokenIds, *, guard: bool, new_tokens: int = 0) -> Served:
         """Fill an empty cache with the longest stored prefix of ``ids``, at most all but the last.
 
-        For the guard, the cache gets one token fewer, and that token's stored rows come along.
+        For the guard, the cache gets one token fewer, and that token's stored rows come along. Where new tokens will
+        follow, layers that grow get room for the rest of the prompt and for ``new_tokens`` more, within reason.
         """
         model, served = self._live.model(), Served(_miss(None))
 
@@ -75,7 +79,8 @@ class Serving:
                 watched = False
             held = tokens - 1 if watched else tokens
             devices = compat.layer_devices(model, len(meta.layers))
-            row = fill_cache(cache, meta, tensors, held, read, devices, next_row=watched)
+            room = len(ids) - held + min(new_tokens, _ROOM) if new_tokens else 0
+            row = fill_cache(cache, meta, tensors, held, read, devices, next_row=watched, room=room)
             served = Served(_miss(None), held, row, file.identity)
             self._compare_attention(meta.recorded.get("attention"))
 

@@ -16,6 +16,7 @@ from kvkeep.layouts.arena import Arena
 from kvkeep.layouts.attention import attention_state
 from kvkeep.layouts.base import LayerCodec, LayerState
 from kvkeep.layouts.registry import codec_for
+from kvkeep.layouts.roomy import RoomyLayer, with_room
 
 Buffers = Mapping[str, Sequence[memoryview]]
 ReadRows = Callable[[int, int, int, Buffers, Buffers | None], None]
@@ -111,8 +112,11 @@ def fill_cache(
     devices: Sequence[torch.device],
     *,
     next_row: bool = False,
+    room: int = 0,
 ) -> list[dict[str, torch.Tensor]] | None:
     """Make an empty cache hold the first ``tokens`` tokens of an entry, bit for bit.
+
+    With ``room``, layers that grow are replaced by layers with room for so many tokens more.
 
     Returns:
         With ``next_row`` the rows of the token behind these: for each layer by role, each [heads, 1, dim],
@@ -123,7 +127,7 @@ def fill_cache(
         EntryDamagedError, OSError: from ``read``; the cache is empty again then.
     """
     jobs = []
-    for number, (layer, codec) in enumerate(zip(cache.layers, _targets(cache, len(meta.layers)), strict=True)):
+    for number, (layer, codec) in enumerate(zip(cache.layers, _targets(cache, len(meta.layers), room), strict=True)):
         try:
             first, last = codec.wanted(layer, meta.layers[number], tokens)
         except ValueError as error:
@@ -189,11 +193,11 @@ class _Job:
 def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | None:
     """One arena for all layers that grow on the CPU, where that is worth it."""
     grown = [job for job in jobs if isinstance(job.layer, compat.DYNAMIC_LAYER) and devices[job.number].type == "cpu"]
-    likes = [like for job in grown for like in job.likes().values()]
+    likes = [with_room(like, getattr(job.layer, "room", 0)) for job in grown for like in job.likes().values()]
     return Arena(likes) if sum(like.nbytes for like in likes) >= _WORTH_AN_ARENA else None
 
 
-def _targets(cache: Any, count: int) -> list[LayerCodec]:
+def _targets(cache: Any, count: int, room: int) -> list[LayerCodec]:
     if compat.is_offloaded(cache):
         raise ValueError("the cache moves its layers between devices")
     replicate = getattr(cache, "layer_class_to_replicate", None)
@@ -201,6 +205,8 @@ def _targets(cache: Any, count: int) -> list[LayerCodec]:
         cache.layers.append(replicate())
     if len(cache.layers) != count:
         raise ValueError(f"the entry has {count} layers, the cache {len(cache.layers)}")
+    if room:
+        cache.layers[:] = [RoomyLayer(room) if type(one) is compat.DYNAMIC_LAYER else one for one in cache.layers]
     try:
         return [codec_for(layer, number) for number, layer in enumerate(cache.layers)]
     except UnsupportedCacheError as error:

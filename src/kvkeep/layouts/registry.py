@@ -8,10 +8,12 @@ from kvkeep import compat
 from kvkeep.errors import UnsupportedCacheError
 from kvkeep.layouts.attention import DynamicCodec, StaticCodec, StaticSlidingCodec
 from kvkeep.layouts.base import LayerCodec
+from kvkeep.layouts.roomy import RoomyCodec, RoomyLayer
 
 _CODECS: dict[type, LayerCodec] = {
     compat.DYNAMIC_LAYER: DynamicCodec(),
     compat.DYNAMIC_SLIDING_LAYER: DynamicCodec(),
+    RoomyLayer: RoomyCodec(),
     compat.STATIC_LAYER: StaticCodec(),
     **dict.fromkeys(compat.STATIC_SLIDING_LAYERS, StaticSlidingCodec()),
 }
