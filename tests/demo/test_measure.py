@@ -68,9 +68,9 @@ def test_alternating_pairs_and_medians(tmp_path, monkeypatch, text, identical):
         scratch=tmp_path,
         progress=lambda done, total: steps.append((done, total)),
     )
-    assert log[:2] == [("cold", "settle"), ("warm", "settle")]
-    assert log[2:12] == [("cold", "first_token"), ("warm", "first_token")] * 5
-    assert log[12:] == [("cold", "write_text"), ("warm", "write_text")]
+    pair = [(side, what) for side in ("cold", "warm") for what in ("settle", "first_token")]
+    assert log[:20] == pair * 5
+    assert log[20:] == [("cold", "write_text"), ("warm", "write_text")]
     assert result == Row(
         name="a",
         model="m",

@@ -102,7 +102,6 @@ def start_worker(settings: Settings) -> Iterator[WorkerProcess]:
 def _environment(settings: Settings) -> dict[str, str]:
     """The environment of a worker: alike for those with a store and without."""
     changed = {
-        "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits sleeps, and leaves its core to whoever is being measured
         # glibc gives freed memory back by default, and the next forward pass pays a fault a page for it: a noise of 2x.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
