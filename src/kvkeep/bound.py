@@ -102,6 +102,8 @@ class BoundStore:
     ) -> Any | None:
         """Rebuild the cache of the longest stored prefix of the prompt, for you to pass on.
 
+        Nothing is computed, so the guard has no part in it.
+
         Args:
             prompt: the whole prompt. The cache covers at most all of its tokens but the last.
             cache_implementation: ``"dynamic"`` or ``"static"``.
@@ -247,7 +249,8 @@ class BoundStore:
         Returns:
             ``input_ids`` and ``attention_mask`` of the whole prompt ([1, tokens]); on a hit also the cache, under the
             name that this version of transformers takes, and ``cache_implementation=None`` where the model's own
-            generation config asks for a cache kind. They are for one call: ``generate`` changes the cache.
+            generation config asks for a cache kind. They are for one call: ``generate`` changes the cache. The guard has
+            computed the last stored token in a pass of its own.
         """
         ids = self._read(prompt, tools, documents, chat_template_kwargs)
         return {**self._model_inputs(ids), **self._serving.arguments(ids, guard=self.guard)[0]}
@@ -271,6 +274,9 @@ class BoundStore:
 
         Takes the arguments of ``model.generate`` and returns what it returns; sequences include the whole prompt. What
         was reused is in ``last_report``. Modes that are not served yet run without the store, with that reason.
+
+        One stored token is computed again with the new ones. If its rows are not the stored ones, the whole prompt is
+        computed before anything is sampled; ``guard`` overrules the bind's setting for this call.
 
         Raises:
             UnsupportedRequestError: for ``use_cache=False``, ``inputs_embeds``, a cache of your own, or a model in
