@@ -249,8 +249,8 @@ class BoundStore:
         Returns:
             ``input_ids`` and ``attention_mask`` of the whole prompt ([1, tokens]); on a hit also the cache, under the
             name that this version of transformers takes, and ``cache_implementation=None`` where the model's own
-            generation config asks for a cache kind. They are for one call: ``generate`` changes the cache. The guard has
-            computed the last stored token in a pass of its own.
+            generation config asks for a cache kind. They are for one call: ``generate`` changes the cache. The guard
+            has computed the last stored token in a pass of its own.
         """
         ids = self._read(prompt, tools, documents, chat_template_kwargs)
         return {**self._model_inputs(ids), **self._serving.arguments(ids, guard=self.guard)[0]}
