@@ -522,3 +522,28 @@ def test_another_attention_kernel_is_told_once_and_is_a_miss_where_identity_is_s
     assert strict.last_report.reason == reason  # type: ignore[union-attr]
     model.set_attn_implementation("sdpa")
     assert strict.lookup(ids).tokens == 40
+
+
+def test_a_training_loop_between_calls_is_always_seen(tmp_path: Path) -> None:
+    """Fused optimizer steps move no counter, and every text is that of the weights as they are now."""
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(50)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    seen = set()
+    for _ in range(3):
+        kv.warm(ids[:, :40])
+        control = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        assert torch.equal(kv.generate(ids, max_new_tokens=4, do_sample=False), control)
+        assert kv.last_report is not None
+        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (39, None)
+        seen.add(kv.identity().weights)
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        control = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        assert torch.equal(kv.generate(ids, max_new_tokens=4, do_sample=False), control)
+        assert kv.last_report.reason == "weights: this prefix is stored, but for other weights"
+    assert len(seen) == len(kv.store.entries()) == 3
