@@ -895,8 +895,11 @@ def test_ten_thousand_rows_load_at_once_and_refresh_for_less(tmp_path: Path, lar
         return time.process_time() - began
 
     parse = min(seconds(lambda: [json.loads(one) for one in text]) for _ in range(3))
-    loads = [seconds(RowDatabase(Directory(tmp_path)).refresh) for _ in range(2)]
-    loads.append(seconds(large.refresh))
+    loads = [seconds(large.refresh)]
+    for _ in range(2):
+        again = RowDatabase(Directory(tmp_path))
+        loads.append(seconds(again.refresh))
+        again.close()
     assert len(large.rows) == 10_000
     load = min(loads)
     assert load < 12 * parse
@@ -908,3 +911,35 @@ def test_ten_thousand_rows_load_at_once_and_refresh_for_less(tmp_path: Path, lar
     assert refresh < load / 3
     assert large.changed() is False
     other.close()
+
+
+def test_a_database_that_is_replaced_while_it_is_completed_is_completed_again(
+    tmp_path: Path, stored: dict[str, Row], monkeypatch: pytest.MonkeyPatch
+):
+    """Another process puts one with fewer rows in its place, just when this one has added what was missing."""
+
+    def thin_out(keep: int) -> None:
+        for file in (tmp_path / "index").iterdir():
+            file.unlink()
+        database = RowDatabase(Directory(tmp_path))
+        database.replace(lambda: list(stored.values())[:keep])
+        database.close()
+
+    index = open_index(tmp_path)
+    assert by_key(index.rows()) == stored
+    thin_out(3)
+    write, left = RowDatabase.write, [2, 1]
+
+    def write_and_lose(self: RowDatabase, add: Any, discard: Any) -> None:
+        write(self, add, discard)
+        if left:
+            keep = left.pop()
+            monkeypatch.setattr(RowDatabase, "write", write)
+            thin_out(keep)
+            monkeypatch.setattr(RowDatabase, "write", write_and_lose)
+
+    monkeypatch.setattr(RowDatabase, "write", write_and_lose)
+    assert by_key(index.rows()) == stored
+    assert left == []
+    assert in_database(tmp_path) == set(stored)
+    index.close()

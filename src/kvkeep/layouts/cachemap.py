@@ -132,7 +132,8 @@ def fill_cache(
             first, last = codec.wanted(layer, meta.layers[number], tokens)
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
-        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, tensors))
+        likes = _likes(meta.layers[number], number, last - first, tensors)
+        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, likes))
     arena = _arena(jobs, devices)
     behind = [job.row() for job in jobs] if next_row else None
     try:
@@ -162,7 +163,7 @@ def cached_row(cache: Any, position: int, seen: int) -> list[Mapping[str, torch.
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One layer to be filled with rows [first, last)."""
+    """One layer to be filled with rows [first, last), and a meta tensor like each destination."""
 
     number: int
     layer: Any
@@ -170,30 +171,28 @@ class _Job:
     record: LayerRecord
     first: int
     last: int
-    tensors: Mapping[str, TensorSpec]
-
-    def likes(self) -> dict[str, torch.Tensor]:
-        """A meta tensor like each destination."""
-        specs = {role: self.tensors[tensor_name("layers", self.number, role)] for role in self.record.roles("rows")}
-        return {
-            role: torch.empty(
-                (spec.shape[0], self.last - self.first, spec.shape[2]), dtype=_TORCH_DTYPES[spec.dtype], device="meta"
-            )
-            for role, spec in specs.items()
-        }
+    likes: Mapping[str, torch.Tensor]
 
     def row(self) -> dict[str, torch.Tensor]:
         """A place for one row of every role, [heads, 1, dim] on the CPU."""
         return {
-            role: torch.empty((like.shape[0], 1, like.shape[2]), dtype=like.dtype)
-            for role, like in self.likes().items()
+            role: torch.empty((like.shape[0], 1, like.shape[2]), dtype=like.dtype) for role, like in self.likes.items()
         }
+
+
+def _likes(record: LayerRecord, number: int, rows: int, tensors: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    likes = {}
+    for role in record.roles("rows"):
+        spec = tensors[tensor_name("layers", number, role)]
+        shape = (spec.shape[0], rows, spec.shape[2])
+        likes[role] = torch.empty(shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
+    return likes
 
 
 def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | None:
     """One arena for all layers that grow on the CPU, where that is worth it."""
     grown = [job for job in jobs if isinstance(job.layer, compat.DYNAMIC_LAYER) and devices[job.number].type == "cpu"]
-    likes = [with_room(like, getattr(job.layer, "room", 0)) for job in grown for like in job.likes().values()]
+    likes = [with_room(like, getattr(job.layer, "room", 0)) for job in grown for like in job.likes.values()]
     return Arena(likes) if sum(like.nbytes for like in likes) >= _WORTH_AN_ARENA else None
 
 
@@ -226,7 +225,7 @@ def _fill(
             arena.empty(like) if arena is not None and device.type == "cpu" else torch.empty_like(like, device=device)
         )
 
-    targets = job.codec.allocate(job.layer, job.likes(), tokens, device, empty)
+    targets = job.codec.allocate(job.layer, job.likes, tokens, device, empty)
     staged = {role: t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for role, t in targets.items()}
     buffers = {role: head_buffers(rows) for role, rows in staged.items()}
     after = {role: head_buffers(rows) for role, rows in behind.items()} if behind else None
@@ -239,5 +238,11 @@ def _fill(
 
 def head_buffers(rows: torch.Tensor) -> list[memoryview]:
     """The bytes of each head of [heads, rows, dim], without a copy. Each head must be contiguous and on the CPU."""
-    raw = rows.detach().view(torch.uint8) if rows.dtype != torch.uint8 else rows
-    return [memoryview(cast(Any, head.numpy())).cast("B") for head in raw.unbind(0)]
+    heads, count, width = rows.shape
+    if not rows.numel():
+        return [memoryview(bytearray()) for _ in range(heads)]
+    stride = rows.stride(0)
+    flat = rows.detach().as_strided(((heads - 1) * stride + count * width,), (1,)).view(torch.uint8)
+    whole = memoryview(cast(Any, flat.numpy()))
+    step, size = stride * rows.element_size(), count * width * rows.element_size()
+    return [whole[head * step : head * step + size] for head in range(heads)]

@@ -28,6 +28,7 @@ __all__ = ["Index", "Row"]
 
 _log = logging.getLogger(__name__)
 
+_ATTEMPTS = 5
 _RETRY = 60.0  # seconds until a database that could not be used is tried again
 
 
@@ -118,21 +119,23 @@ class Index:
     def _refresh_database(self, database: RowDatabase) -> Exception | None:
         """Bring the database's rows up to date; what is wrong with it if that cannot be done."""
         trouble: Exception | None = None
-        for _ in range(3):  # others may replace or damage it at the same time
+        for _ in range(_ATTEMPTS):  # others may replace or damage it at the same time
             try:
                 if trouble is not None:
                     level = logging.DEBUG if isinstance(trouble, MissingDatabaseError) else logging.WARNING
                     self._replace(database, str(trouble), level)
+                    trouble = None
                 if database.refresh():
                     self._reconcile(database)
-                elif self._unwritten:
+                    continue  # and see that it is still this one
+                if self._unwritten:
                     self._apply({})
                 return None
             except DamagedDatabaseError as error:
                 trouble = error
             except UnusableDatabaseError as error:
                 return error
-        return trouble
+        return trouble or UnusableDatabaseError("others replace it again and again")
 
     def _replace(self, database: RowDatabase, why: str, level: int = logging.WARNING) -> None:
         rows = {row.key: row for row in self._headers.rows(self._headers.keys())}
@@ -160,7 +163,6 @@ class Index:
         changes.update((key, None) for key in database.rows.keys() - on_disk if not self._headers.is_there(key))
         if changes:
             self._apply(changes)
-            database.refresh()
 
     def _apply(self, changes: dict[str, Row | None]) -> None:
         """Write changes, and those that could not be written before; what fails again is kept in memory."""
