@@ -12,6 +12,7 @@ exactly what was there.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -129,8 +130,8 @@ class Attachment:
         def generate(*args: Any, **kwargs: Any) -> Any:
             outer = self._call
             call = outer if outer is not None and not outer.taken else None
-            if call is None and self._sources:  # nobody's own call: whoever is attached serves it
-                call = Call(self._sources[-1], self._sources[-1].guard)
+            for source in self._sources[-1:] if call is None else ():  # nobody's own call: who is attached serves it
+                call = Call(source, source.guard)
             self._local.call = call  # none, too: one generate within another is not the other's
             try:
                 if call is None:
@@ -179,6 +180,15 @@ class Attachment:
 
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 _attachments_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _attachments_lock  # another thread of the parent may have held it
+    _attachments_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def attachment_of(model: Any) -> Attachment:

@@ -48,6 +48,7 @@ class Catalog:
         self._mutex = threading.RLock()
         self._prefixes = PrefixIndex()
         self._ids: dict[str, bytes] = {}
+        self._bad: dict[str, FileIdentity | None] = {}
         self._loaded = False
 
     # --- rows ---
@@ -85,6 +86,11 @@ class Catalog:
 
     def damaged(self, key: str, error: EntryDamagedError, file: FileIdentity | None = None) -> None:
         """Drop a damaged entry and set its file aside; with ``file``, only if that very file still lies there."""
+        if self._readonly and not isinstance(error, EntryUnknownError):
+            with self._mutex:
+                self._bad[key] = file
+            log.warning("kvkeep: entry %s is not as it should be (%s); this process passes it over", key, error.reason)
+            return
         self.forget(key)
         if isinstance(error, EntryUnknownError):
             log.warning("kvkeep: entry %s is left alone: %s", key, error.reason)
@@ -92,6 +98,18 @@ class Catalog:
         log.warning("kvkeep: entry %s is damaged (%s); it is set aside and will be computed again", key, error.reason)
         self._files.quarantine(key, error.reason, identity=file)
         self._on_damage(key)
+
+    def _is_bad(self, key: str) -> bool:
+        """Whether an entry was found bad that a read-only store could not set aside, and still is that file."""
+        if key not in self._bad:
+            return False
+        try:
+            if self._bad[key] in (None, self._files.identity(key)):
+                return True
+        except OSError:
+            pass
+        del self._bad[key]
+        return False
 
     def _refresh(self) -> None:
         if self._loaded and not self._index.changed():
@@ -127,6 +145,9 @@ class Catalog:
             self._refresh()
             for shared, rows in self._prefixes.candidates(identity, namespace.hex(), ids, chain):
                 for row in rows:
+                    if self._is_bad(row.key):
+                        trouble = trouble or "damaged: the entry was found wrong, and this process passes it over"
+                        continue
                     if row.start:
                         continue  # a stretch behind token 0 takes its parents to read, which this version does not
                     possible, _ = usable(row.trims, row.snapshots, row.end, shared + BLOCK - 1, limit)

@@ -250,6 +250,19 @@ def generation_inputs(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def is_plain_causal(model: Any) -> bool:
+    """Whether the configuration is that of a text model alone, and names no attention to what follows."""
+    config = text_config(model)
+    return config is model.config and not getattr(config, "use_bidirectional_attention", None)
+
+
+def has_experts(model: Any) -> bool:
+    """Whether the model sends each token to some of many experts."""
+    config = text_config(model)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+    return any((getattr(config, name, None) or 0) for name in names)
+
+
 def media_token_ids(model: Any) -> frozenset[int]:
     """The ids that stand for pictures, films and sound in this model's prompts."""
     found = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)

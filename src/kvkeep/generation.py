@@ -24,6 +24,7 @@ from kvkeep.storage.verified import FileIdentity
 
 _PROVEN_MODES = ("greedy_search", "sample")
 _UNPROVEN_ARGUMENTS = ("custom_generate", "assistant_model", "negative_prompt_ids", "prompt_lookup_num_tokens")
+_CACHE_GIVEN = "cache_given: the call brings a cache of its own"
 _UNPROVEN_SETTINGS = ("prefill_chunk_size", "token_healing")
 
 
@@ -88,7 +89,7 @@ class Call:
         """Fill the cache that ``generate`` has just prepared, if this call may be served."""
         began = time.perf_counter()
         cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
-        reason = "cache_given: the call brings a cache of its own" if given else None
+        reason = _CACHE_GIVEN if given else None
         reason = reason or obstacle(model, self, generation_config, model_kwargs, mode)
         if reason is None and cache is None:
             reason = "layout: this model keeps its state in no Cache"
@@ -170,6 +171,8 @@ class Call:
         self.expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
         extras = {name: value for name, value in model_kwargs.items() if name not in compat.GENERATE_ARGUMENTS}
         reason = obstacle(model, self, config, extras, config.get_generation_mode())
+        if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
+            reason = _CACHE_GIVEN
         if len(args) > 1:
             reason = "inputs: arguments by position are not looked at here"
         arguments: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class _Known:
     weights: str
     length_rule: LengthRule | None
     fields: Mapping[str, str]
+    forward: list[bool]  # whether it reads forward alone, once that has been asked
 
 
 class LiveIdentity:
@@ -79,6 +80,16 @@ class LiveIdentity:
         """How the frequencies of the model, as it was last hashed, depend on the length."""
         return None if self._known is None else self._known.length_rule
 
+    def reads_forward(self, probe: Callable[[Any], bool]) -> bool:
+        """What ``probe`` says of the model, asked once for each state of it."""
+        self.current()
+        known = self._known
+        if known is None:
+            return probe(self.model())
+        if not known.forward:
+            known.forward.append(probe(self.model()))
+        return known.forward[0]
+
     def fields(self) -> Mapping[str, str]:
         """What the configuration of the model, as it was last hashed, is made of, by name."""
         return {} if self._known is None else self._known.fields
@@ -113,4 +124,4 @@ class LiveIdentity:
             tokenizer=self._tokenizer,
             model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
         )
-        return _Known(watch, hooks, identity, parts.weights, length_rule(model), parts.fields)
+        return _Known(watch, hooks, identity, parts.weights, length_rule(model), parts.fields, [])

@@ -11,12 +11,13 @@ from kvkeep.compat import LayerPlan
 from kvkeep.drafting import describe, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.guard import objection_to, prove, rows_of_layer
+from kvkeep.guard import objection_to, prove, reads_forward, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import LayerState, describe_layers, plan_layers, sliding_start
 from kvkeep.prefill import CHUNK, check_known, media_in, prefill
 from kvkeep.records import Entry
+from kvkeep.storage.entries import Draft
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
@@ -58,7 +59,7 @@ def _prefill(
     cache = prefill(model, ids, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
     states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
-    return store.put(draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
+    return _put(store, key, live, draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
 
 
 def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids: TokenIds, *, guard: bool) -> Entry:
@@ -75,7 +76,14 @@ def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids:
                 f"the cache does not hold what this model computes for these ids: {objection}. Save it with the model "
                 "and exactly the ids it was prefilled with (guard=False saves it unchecked)"
             )
-    return store.put(draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
+    return _put(store, key, live, draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
+
+
+def _put(store: CacheStore, key: EntryKey, live: LiveIdentity, draft: Draft) -> Entry:
+    """Store what was computed, if the model is still the one that the key names."""
+    if live.current() != key.identity:
+        raise CacheMismatchError("the model was changed while its KV was computed: nothing was stored; try again")
+    return store.put(draft)
 
 
 def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan]) -> list[LayerState]:
@@ -95,7 +103,13 @@ def _plans(live: LiveIdentity, ids: TokenIds) -> tuple[LayerPlan, ...]:
             f"{type(model).__name__} has other rotary frequencies for every length beyond {rule.switch} tokens, so "
             f"that KV of {length} tokens would serve no other prompt: store a shorter prefix"
         )
-    return plan_layers(compat.text_config(model))
+    plans = plan_layers(compat.text_config(model))
+    if not live.reads_forward(reads_forward):
+        raise UnsupportedCacheError(
+            f"{type(model).__name__} lets the tokens of a prompt see those behind them, or places them by what they "
+            "are: KV of a prefix serves no longer prompt"
+        )
+    return plans
 
 
 def _chunk(live: LiveIdentity, length: int) -> int:

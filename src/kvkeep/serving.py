@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep import compat
 from kvkeep.catalog import Obstacle
 from kvkeep.drafting import differing_fields
-from kvkeep.errors import UnsupportedRequestError
+from kvkeep.errors import KvkeepError, UnsupportedRequestError
 from kvkeep.generation import Served
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
@@ -52,7 +52,10 @@ class Serving:
 
     def lookup(self, ids: TokenIds) -> Match:
         """How many leading tokens could be served, at most all but the last."""
-        identity = self._live.current()
+        try:
+            identity = self._live.current()
+        except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
+            return _miss(f"identity: {error}")
         refused = self._refused(ids)
         if refused is not None:
             return _miss(refused)
@@ -158,12 +161,17 @@ class Serving:
 
     def refuted(self, served: Served, why: str) -> Match:
         """Take back what was served, because the model computes otherwise: it has changed, or the entry is wrong."""
-        entry, before = served.match.entry, self._live.current()
-        if entry is not None and self._live.refresh() == before:
+        entry = served.match.entry
+        try:
+            if entry is None or self._live.refresh() != entry.identity:
+                log.warning("kvkeep: the model was changed unseen (%s); it has been hashed again", why)
+                return _miss(f"guard: {why}; the model was changed after it was checked, or in a way that no check saw")
             self._store.refute(entry.key, f"guard: {why}", served.file)
-            return _miss(f"guard: {why}; the entry is set aside")
-        log.warning("kvkeep: the model was changed unseen (%s); it has been hashed again", why)
-        return _miss(f"guard: {why}; the model was changed in a way that no check saw")
+        except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
+            return _miss(f"identity: {error}")
+        except (KvkeepError, OSError) as error:  # the caller's work goes on
+            log.warning("kvkeep: a wrong entry (%s) could not be set aside: %s", why, error)
+        return _miss(f"guard: {why}; the entry is set aside")
 
 
 def _miss(reason: str | None) -> Match:

@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import TINY_NAMES, VOCABULARY, build_tiny
-from transformers import DynamicCache, StaticCache
+from transformers import (
+    DynamicCache,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    StaticCache,
+)
 
 from kvkeep import CacheStore, compat
 from kvkeep.bound import BoundStore
 from kvkeep.drafting import draft_entry, entry_key
-from kvkeep.errors import CacheMismatchError
-from kvkeep.guard import LIMITS, largest_error, limit_for
+from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
+from kvkeep.guard import LIMITS, limit_for, row_errors
 from kvkeep.identity import LiveIdentity
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import LayerState, describe_layers, plan_layers
@@ -208,7 +217,9 @@ def test_a_write_that_no_check_sees_costs_the_entry_nothing(tmp_path: Path) -> N
     assert kv.identity() == before
     assert_same(outcome(kv.generate, ids), control_of(model, ids))
     assert kv.last_report is not None
-    assert str(kv.last_report.reason).endswith("the model was changed in a way that no check saw")
+    assert str(kv.last_report.reason).endswith(
+        "the model was changed after it was checked, or in a way that no check saw"
+    )
     assert kv.identity().weights != before.weights
     assert not list((tmp_path / "store" / "quarantine").glob("*"))
     assert [one.key for one in kv.store.entries()] == [entry.key]
@@ -216,6 +227,123 @@ def test_a_write_that_no_check_sees_costs_the_entry_nothing(tmp_path: Path) -> N
     kv.refresh()
     assert_same(outcome(kv.generate, ids), control_of(model, ids))
     assert kv.last_report.reason is None
+
+
+def test_a_model_that_changes_between_lookup_and_pass_costs_the_entry_nothing(tmp_path: Path) -> None:
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(PROMPT)
+    entry = kv.warm(ids[:, :STORED])
+
+    def grow(*_args: Any) -> None:
+        handle.remove()
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+
+    handle = model.register_forward_pre_hook(grow)
+    ours = outcome(kv.generate, ids)
+    assert_same(ours, control_of(model, ids))
+    assert str(kv.last_report.reason).endswith("or in a way that no check saw")  # type: ignore[union-attr]
+    assert [one.key for one in kv.store.entries()] == [entry.key]
+
+
+def test_a_model_that_can_no_longer_be_hashed_raises_nothing(tmp_path: Path) -> None:
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(PROMPT)
+    kv.warm(ids[:, :STORED])
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        mlp.kept = forward(hidden) * 1.5  # a tensor in a plain attribute
+        return mlp.kept
+
+    mlp.forward = keep
+    control = control_of(model, ids)
+    del mlp.kept
+    assert_same(outcome(kv.generate, ids), control)
+    assert str(kv.last_report.reason).startswith("identity: model.layers.1.mlp ")  # type: ignore[union-attr]
+
+
+def test_what_a_read_only_store_found_wrong_stays_passed_over(tmp_path: Path) -> None:
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(PROMPT)
+    put(kv, model, ids[:, :STORED], states_of(model, random_ids(STORED, seed=9)))
+    reader = CacheStore(tmp_path / "store", readonly=True).bind(model)
+    assert reader.lookup(ids).tokens == STORED
+    for seed in range(3):
+        assert_same(outcome(reader.generate, ids), control_of(model, ids))
+        reason = str(reader.last_report.reason)  # type: ignore[union-attr]
+        assert reason.startswith("damaged: the entry was found wrong" if seed else "guard: ")
+        kv.warm(random_ids(20, seed=seed + 50))  # the store changes
+        reader.store._catalog._index.rebuild()
+    assert kv.lookup(ids).tokens == STORED  # nobody else is told
+    kv.store.remove(kv.lookup(ids).entry.key)  # type: ignore[union-attr]
+    kv.warm(ids[:, :STORED])
+    reader.store._catalog._index.rebuild()
+    assert reader.lookup(ids).tokens == STORED  # another file under that key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_token_that_goes_to_another_expert_refutes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=16,
+        num_experts_per_tok=1,
+        initializer_range=0.3,
+        pad_token_id=0,
+    )
+    torch.manual_seed(3)
+    model = Qwen3MoeForCausalLM(config).to(dtype).eval()
+    kv = CacheStore(tmp_path / "store").bind(model)
+    for seed in range(40):
+        ids = random_ids(50, seed=seed)
+        kv.warm(ids[:, :40])
+        kv.generate(ids, max_new_tokens=1)
+        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (39, None), seed  # type: ignore[union-attr]
+
+
+def test_a_model_that_changes_while_it_is_prefilled_stores_nothing(tmp_path: Path) -> None:
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(600)
+
+    def change(_done: int, _total: int) -> None:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(2)
+
+    with pytest.raises(CacheMismatchError, match="changed while its KV was computed: nothing was stored"):
+        kv.warm(ids, progress=change)
+    assert kv.store.entries() == []
+
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+
+
+def test_models_whose_prefixes_serve_no_other_prompt_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    roberta = RobertaForCausalLM(
+        RobertaConfig(**SMALL, num_hidden_layers=2, max_position_embeddings=80, is_decoder=True, pad_token_id=1)
+    ).eval()
+    text = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
+    vision = {**SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8, "vision_use_head": False}
+    both_ways = PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(text_config={**text, "model_type": "gemma"}, vision_config=vision, image_token_index=2)
+    ).eval()
+    for model in (roberta, both_ways):
+        kv = CacheStore(tmp_path / type(model).__name__).bind(model)
+        with pytest.raises(UnsupportedCacheError, match="KV of a prefix serves no longer prompt"):
+            kv.warm(random_ids(30))
+        assert kv.store.entries() == []
 
 
 def test_the_guard_can_be_left_out(tmp_path: Path) -> None:
@@ -389,14 +517,14 @@ def test_a_cache_of_one_token_is_checked_too(tmp_path: Path) -> None:
 
 def test_errors_are_relative_to_each_row() -> None:
     old = torch.tensor([[[3.0, 4.0], [0.0, 0.0]], [[0.0, 0.0], [60.0, 80.0]]])  # 2 rows, 2 heads
-    assert largest_error([(old.clone(), old)]) == 0.0
-    assert largest_error([(old.bfloat16(), old.bfloat16())]) == 0.0
+    assert row_errors([(old.clone(), old)]).tolist() == [0.0, 0.0]
+    assert row_errors([(old.bfloat16(), old.bfloat16())]).max() == 0.0
     new = old.clone()
     new[0, 1, 1] = 0.5
     new[1, 0, 0] = 1.0
-    assert largest_error([(old.clone(), old), (new, old)]) == pytest.approx(0.1)
-    assert largest_error([(new[:1], old[:1]), (old[1:], old[1:])]) == pytest.approx(0.1)
-    assert largest_error([(old, old[:1])]) == pytest.approx((100**2 + 5**2) ** 0.5 / 5)  # one against many
+    assert row_errors([(old.clone(), old), (new, old)]).tolist() == pytest.approx([0, 0, 0.1, 0.01])
+    assert row_errors([(new[:1], old[:1]), (old[1:], old[1:])]).tolist() == pytest.approx([0.1, 0])
+    assert row_errors([(old, old[:1])]).tolist() == pytest.approx([0, (100**2 + 5**2) ** 0.5 / 5])  # one against many
 
 
 def test_the_limit_is_that_of_the_coarsest_format(monkeypatch: pytest.MonkeyPatch) -> None:

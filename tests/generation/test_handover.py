@@ -382,3 +382,20 @@ def test_a_model_that_is_let_go_is_not_kept_alive(tmp_path: Path) -> None:
     assert gone() is None
     with pytest.raises(InvalidRequestError, match="gone"):
         kv.lookup([1, 2, 3])
+
+
+def test_without_the_seam_a_cache_of_the_callers_own_stays_theirs(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = CacheStore(tmp_path / "store").bind(llama)
+    ids = random_ids(PREFIX + 5)
+    kv.warm(ids[:, :PREFIX])
+    control = outcome(llama.generate, **masked(ids))
+    monkeypatch.setattr(compat, "has_seam", lambda _model: False)
+    mine = kv.load(ids)
+    with kv.attached():
+        ours = outcome(llama.generate, **masked(ids), **{compat.GENERATE_CACHE_ARGUMENT: mine})
+    assert_same(ours, control)
+    assert kv.last_report is not None
+    assert kv.last_report.reason == "cache_given: the call brings a cache of its own"
+    assert compat.cached_tokens(mine) == PREFIX + 10

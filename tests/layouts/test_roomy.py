@@ -163,3 +163,22 @@ def test_room_is_for_what_is_coming_and_no_more(tmp_path: Path) -> None:
         )
         kept = getattr(out, "cache", None) or out.past_key_values
         assert kept.layers[0]._buffers[0].shape[2] == 49 + room
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # 4.57 under newer torch
+def test_a_graph_of_the_whole_forward_takes_layers_with_room(tmp_path: Path) -> None:
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(60)
+    kv.warm(ids[:, :50])
+    out = kv.generate(ids, max_new_tokens=3, return_dict_in_generate=True)
+    kept = getattr(out, "cache", None) or out.past_key_values
+    twin = copy.deepcopy(kept)
+    name = compat.forward_cache_argument(model)
+    torch._dynamo.reset()
+    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        whole = forward(input_ids=ids[:, :1], **{name: kept}, use_cache=True).logits
+        plain = model(input_ids=ids[:, :1], **{name: twin}, use_cache=True).logits
+    assert torch.equal(whole, plain)
+    torch._dynamo.reset()

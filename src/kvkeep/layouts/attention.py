@@ -54,7 +54,7 @@ def sliding_start(plan: LayerPlan, length: int) -> int:
 
 
 def _check_rows(record: LayerRecord, first: int, last: int) -> tuple[int, int]:
-    if record.kind not in ("full", "sliding") or set(record.tensors) != {"keys", "values"}:
+    if record.kind not in ("full", "sliding") or dict(record.tensors) != {"keys": "rows", "values": "rows"}:
         raise ValueError(f"the entry has a layer of kind {record.kind!r} there")
     if first < record.first or last > record.first + record.rows:
         raise ValueError(

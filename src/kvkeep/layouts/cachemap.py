@@ -130,9 +130,9 @@ def fill_cache(
     for number, (layer, codec) in enumerate(zip(cache.layers, _targets(cache, len(meta.layers), room), strict=True)):
         try:
             first, last = codec.wanted(layer, meta.layers[number], tokens)
+            likes = _likes(meta.layers[number], number, last - first, tensors)
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
-        likes = _likes(meta.layers[number], number, last - first, tensors)
         jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, likes))
     arena = _arena(jobs, devices)
     behind = [job.row() for job in jobs] if next_row else None
@@ -184,6 +184,8 @@ def _likes(record: LayerRecord, number: int, rows: int, tensors: Mapping[str, Te
     likes = {}
     for role in record.roles("rows"):
         spec = tensors[tensor_name("layers", number, role)]
+        if spec.dtype not in _TORCH_DTYPES:
+            raise ValueError(f"its {role} are stored as {spec.dtype}")
         shape = (spec.shape[0], rows, spec.shape[2])
         likes[role] = torch.empty(shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
     return likes

@@ -59,6 +59,8 @@ class RoomyLayer(_DynamicLayer):  # type: ignore[misc]
 
     def _fitting(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The buffers, if the new rows can be written behind the others there."""
+        if torch.compiler.is_compiling():  # a graph would hold on to where the room was
+            return None
         buffers, views = self._buffers, self._views
         if buffers is None or views is None or self._owner is None or self._owner() is not self:
             return None

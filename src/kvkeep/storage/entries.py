@@ -108,6 +108,10 @@ class EntryFiles:
         """Remove an entry; ``False`` if there was none. Whoever has it open reads it to the end."""
         return self._directory.remove(*_name(key))
 
+    def identity(self, key: str) -> FileIdentity:
+        """Which state of which file an entry is now. Raises ``OSError`` if it is gone."""
+        return FileIdentity.of(self._directory.stat(*_name(key)))
+
     def quarantine(self, key: str, reason: str, *, identity: FileIdentity | None = None) -> None:
         """Set a bad entry aside, with a note that says why. Never raises; a read-only store leaves it where it is.
 
@@ -117,7 +121,7 @@ class EntryFiles:
         with suppress(StoreError, OSError):
             taken = set(self._directory.names(QUARANTINE))
             number = next(n for n in range(len(taken) + 1) if f"{key}-{n}{SUFFIX}" not in taken)
-            if identity is not None and FileIdentity.of(self._directory.stat(*_name(key))) != identity:
+            if identity is not None and self.identity(key) != identity:
                 return
             if self._directory.move(_name(key), (QUARANTINE, f"{key}-{number}{SUFFIX}")):
                 self._directory.write_atomic(QUARANTINE, f"{key}-{number}.txt", data=f"{reason}\n".encode())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvkeep.entry_format import Header
+from kvkeep.forks import renew_after_fork
 
 T = TypeVar("T")
 
@@ -36,6 +37,11 @@ class Recent(Generic[T]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew."""
         self._mutex = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
