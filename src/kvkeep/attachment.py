@@ -107,6 +107,10 @@ class Attachment:
             wraps = {"generate": self._generate}
             if compat.has_seam(model):
                 wraps |= dict(zip(compat.SEAM, (self._expand, self._prepare, self._guard), strict=True))
+                if compat.media_tokens(model) and not model.config.is_encoder_decoder:
+                    wraps[compat.INPUTS_STEP] = self._inputs
+                    if compat.ENCODE_STEP is not None:
+                        wraps[compat.ENCODE_STEP] = self._encode
             for name, wrap in wraps.items():
                 shadow = _Shadow(model, name, wrap(model, getattr(model, name)))
                 self._replaced[name] = model.__dict__.get(name), shadow
@@ -173,9 +177,31 @@ class Attachment:
             call = self._call
             if call is None or not call.watched:
                 return original(*args, **kwargs)
-            return compat.run_guarded(model, original, call.ids, lambda cache: call.judge(model, cache), args, kwargs)
+            return compat.run_guarded(
+                model, original, call.ids, lambda cache: call.judge(model, cache), call.take_back, args, kwargs
+            )
 
         return guarded
+
+    def _encode(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def encode(ids: Any, model_kwargs: dict[str, Any], name: Any, generation_config: Any) -> Any:
+            call = self._call
+            rows = (generation_config.num_beams or 1) * (generation_config.num_return_sequences or 1)
+            if call is None or not call.waits or rows > 1:
+                return original(ids, model_kwargs, name, generation_config)
+            call.encode = lambda inputs: original(ids, inputs, name, generation_config)
+            return model_kwargs
+
+        return encode
+
+    def _inputs(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def inputs(ids: Any, **kwargs: Any) -> Any:
+            call = self._call
+            if call is None or not call.untold:
+                return original(ids, **kwargs)
+            return call.first_inputs(model, original, ids, kwargs)
+
+        return inputs
 
 
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()

@@ -12,14 +12,15 @@ import torch
 from kvkeep import compat, saving
 from kvkeep.attachment import attachment_of
 from kvkeep.chat import stable_prefix
-from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedRequestError
+from kvkeep.errors import InvalidPromptError, InvalidRequestError
 from kvkeep.generation import refuse
 from kvkeep.identity import LiveIdentity
-from kvkeep.keys import TokenIds
+from kvkeep.inputs import Inputs, input_device, read_inputs
+from kvkeep.keys import TokenIds, common_prefix
 from kvkeep.layouts import plan_layers
 from kvkeep.legacy import Pair, to_pairs
-from kvkeep.prefill import id_tensor, input_device
-from kvkeep.prompts import is_batch, is_messages, read_ids, read_prompt
+from kvkeep.prefixes import uncut
+from kvkeep.prompts import Prompt, is_batch, is_messages, read_ids, read_prompt
 from kvkeep.records import Entry, GenerateReport, Identity, Match
 from kvkeep.serving import Serving
 
@@ -87,8 +88,7 @@ class BoundStore:
         Returns:
             The match; ``tokens == 0`` is a miss, and ``reason`` says why.
         """
-        ids = self._read(prompt, tools, documents, chat_template_kwargs)
-        return self._serving.lookup(ids)
+        return self._serving.lookup(self._read(prompt, tools, documents, chat_template_kwargs))
 
     def load(
         self,
@@ -115,9 +115,9 @@ class BoundStore:
         Raises:
             InvalidRequestError: for an unknown cache kind, or a static cache without enough room.
         """
-        ids = self._read(prompt, tools, documents, chat_template_kwargs)
-        cache = self._empty_cache(cache_implementation, max_cache_len, len(ids))
-        return cache if self._serving.fill(cache, ids, guard=False).held else None
+        inputs = self._read(prompt, tools, documents, chat_template_kwargs)
+        cache = self._empty_cache(cache_implementation, max_cache_len, len(inputs))
+        return cache if self._serving.load(cache, inputs) else None
 
     def _read(
         self,
@@ -125,16 +125,11 @@ class BoundStore:
         tools: Sequence[Any] | None,
         documents: Sequence[Mapping[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> TokenIds:
+    ) -> Inputs:
         read = read_prompt(
             prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
         )
-        if read.extras:
-            raise UnsupportedRequestError(
-                f"the prompt comes with {', '.join(sorted(read.extras))}, which decide KV beside the token ids; "
-                "only prompts of token ids can be looked up and stored"
-            )
-        return read.ids
+        return read_inputs(self._live.model(), read.ids, read.extras)
 
     def _empty_cache(self, kind: str, max_cache_len: int | None, tokens: int) -> Any:
         config = compat.text_config(self._live.model())
@@ -191,11 +186,26 @@ class BoundStore:
             )
             if prefix.unstable is not None:
                 log.warning("kvkeep: %s", prefix.unstable)
-            ids = prefix.ids
+            inputs = self._prefix_inputs(prefix.ids, prompt, tools, documents, chat_template_kwargs)
         else:
-            ids = self._read(prompt, tools, documents, chat_template_kwargs)
-        entry = saving.warm(self.store, self._live, self.tokenizer, ids, progress)
+            inputs = self._read(prompt, tools, documents, chat_template_kwargs)
+        entry = saving.warm(self.store, self._live, self.tokenizer, inputs, progress)
         return entry if name is None else self.store.name(entry, name, pin=pin, ttl=ttl)
+
+    def _prefix_inputs(
+        self,
+        ids: TokenIds,
+        messages: Any,
+        tools: Sequence[Any] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> Inputs:
+        """The inputs of a conversation's stable ids: with its media, as far as these go."""
+        media = frozenset().union(*compat.media_tokens(self._live.model()).values())
+        if media.isdisjoint(ids.tolist()):
+            return Inputs(ids)
+        whole = self._read(messages, tools, documents, chat_template_kwargs)
+        return whole.first(uncut(whole.media, common_prefix(whole.ids.int32, ids.int32)))
 
     def save(self, cache: Any, input_ids: Any, *, name: str | None = None, guard: bool | None = None) -> Entry:
         """Store a cache that you prefilled yourself: a ``DynamicCache``, a ``StaticCache``, or a legacy tuple.
@@ -205,7 +215,8 @@ class BoundStore:
 
         Args:
             cache: the cache of one sequence. It is only read.
-            input_ids: exactly the ids that it holds: after ``generate`` that is one fewer than the sequence has.
+            input_ids: exactly the ids that it holds: after ``generate`` that is one fewer than the sequence has. Where
+                pictures are among them, a mapping of these ids and what the processor returned with them.
             name: a name for the entry.
             guard: ``False`` saves the cache unchecked. The bind's setting by default.
 
@@ -223,10 +234,14 @@ class BoundStore:
             self._live,
             self.tokenizer,
             cache,
-            read_ids(input_ids),
+            self._read_held(input_ids),
             guard=self.guard if guard is None else guard,
         )
         return entry if name is None else self.store.name(entry, name)
+
+    def _read_held(self, given: Any) -> Inputs:
+        read = read_prompt(given, None) if isinstance(given, Mapping) else Prompt(read_ids(given), {}, "ids")
+        return read_inputs(self._live.model(), read.ids, read.extras)
 
     def to_legacy(self, cache: Any) -> tuple[Pair, ...]:
         """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim]."""
@@ -252,11 +267,11 @@ class BoundStore:
             generation config asks for a cache kind. They are for one call: ``generate`` changes the cache. The guard
             has computed the last stored token in a pass of its own.
         """
-        ids = self._read(prompt, tools, documents, chat_template_kwargs)
-        return {**self._model_inputs(ids), **self._serving.arguments(ids, guard=self.guard)[0]}
+        inputs = self._read(prompt, tools, documents, chat_template_kwargs)
+        return {**self._model_inputs(inputs.ids), **self._serving.arguments(inputs, guard=self.guard)[0]}
 
     def _model_inputs(self, ids: TokenIds) -> dict[str, Any]:
-        input_ids = id_tensor(ids).to(input_device(self._live.model()))
+        input_ids = Inputs(ids).tensor(input_device(self._live.model()))
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
     def generate(

@@ -6,10 +6,12 @@ import logging
 import threading
 from collections.abc import Callable
 
+from kvkeep.entry_format import Media
 from kvkeep.errors import EntryDamagedError, EntryUnknownError
 from kvkeep.forks import renew_after_fork
-from kvkeep.keys import BLOCK, TokenIds, common_prefix, prefix_chain
+from kvkeep.keys import BLOCK, common_prefix
 from kvkeep.matching import PrefixIndex, usable
+from kvkeep.prefixes import Prefix, shared_with_media
 from kvkeep.records import Identity
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
@@ -123,14 +125,14 @@ class Catalog:
     # --- search ---
 
     def search(
-        self, identity: Identity, namespace: bytes, ids: TokenIds, limit: int, *, obstacle: Obstacle | None = None
+        self, identity: Identity, namespace: bytes, prefix: Prefix, limit: int, *, obstacle: Obstacle | None = None
     ) -> tuple[int, Row | None, str | None]:
-        """The most leading tokens of ``ids`` that one entry has and can be trimmed to, at most ``limit``.
+        """The most leading tokens of a prompt that one entry has and can be trimmed to, at most ``limit``.
 
         Args:
             identity: what the entry must have been computed with.
             namespace: the namespace's digest.
-            ids: the prompt.
+            prefix: the prompt.
             limit: how many tokens it can use at most.
             obstacle: says why so many tokens of an entry cannot be used all the same, or ``None`` if they can.
 
@@ -139,42 +141,46 @@ class Catalog:
         """
         if limit < 1:
             return 0, None, "short: a prompt of one token has nothing to reuse"
-        chain = prefix_chain(ids, namespace)
+        chain = prefix.chain(namespace)
         tokens, best, trouble = 0, None, None
         with self._mutex:
             self._refresh()
-            for shared, rows in self._prefixes.candidates(identity, namespace.hex(), ids, chain):
+            for shared, rows in self._prefixes.candidates(identity, namespace.hex(), prefix, chain):
                 for row in rows:
-                    if self._is_bad(row.key):
-                        trouble = trouble or "damaged: the entry was found wrong, and this process passes it over"
-                        continue
                     if row.start:
                         continue  # a stretch behind token 0 takes its parents to read, which this version does not
                     possible, _ = usable(row.trims, row.snapshots, row.end, shared + BLOCK - 1, limit)
                     if possible <= tokens and (possible or trouble):
                         continue  # its ids need no reading
-                    fits, why = usable(row.trims, row.snapshots, row.end, self._common(row, ids), limit)
-                    if fits and obstacle is not None:
-                        why = obstacle(row, fits)
-                        fits = fits if why is None else 0
+                    fits, why = self._fit(row, prefix, limit, obstacle)
                     trouble = trouble or why
                     if fits > tokens:
                         tokens, best = fits, row
                 if tokens >= shared:  # rows that share fewer blocks cannot share more tokens than this
                     break
             if best is None:
-                return 0, None, trouble or self._explain_miss(identity, namespace, ids, chain)
-        if tokens == min(best.end, limit):
-            return tokens, best, None
-        return tokens, best, f"diverged: the stored prefix goes on otherwise at token {tokens}"
+                return 0, None, trouble or self._explain_miss(identity, namespace, prefix, chain)
+        return tokens, best, _why_no_more(best, prefix, tokens, min(best.end, limit))
 
-    def stranger(self, identity: Identity, namespace: bytes, ids: TokenIds) -> Row | None:
+    def _fit(self, row: Row, prefix: Prefix, limit: int, obstacle: Obstacle | None) -> tuple[int, str | None]:
+        """How many leading tokens of an entry a prompt can use, and if none, why."""
+        if self._is_bad(row.key):
+            return 0, "damaged: the entry was found wrong, and this process passes it over"
+        common, other = shared_with_media(row.media, prefix.media, min(self._common(row, prefix), limit))
+        fits, why = usable(row.trims, row.snapshots, row.end, common, limit)
+        if fits and obstacle is not None:
+            why = obstacle(row, fits)
+        if fits and why is None:
+            return fits, None
+        return 0, why or (None if other is None else _other_media(other))
+
+    def stranger(self, identity: Identity, namespace: bytes, prefix: Prefix) -> Row | None:
         """The entry that shares the most tokens with a prompt, of those computed with something else."""
         with self._mutex:
             self._refresh()
-            return next(iter(self._prefixes.strangers(identity, ids, prefix_chain(ids, namespace))), None)
+            return next(iter(self._prefixes.strangers(identity, prefix, prefix.chain(namespace))), None)
 
-    def _common(self, row: Row, ids: TokenIds) -> int:
+    def _common(self, row: Row, prefix: Prefix) -> int:
         """How many leading ids an entry shares with the prompt; 0 if it cannot be read now."""
         stored = self._ids.get(row.key)
         if stored is None:
@@ -192,12 +198,12 @@ class Catalog:
             if len(self._ids) >= _IDS_KEPT:
                 self._ids.clear()
             self._ids[row.key] = stored
-        return common_prefix(stored, ids.int32)
+        return common_prefix(stored, prefix.ids.int32)
 
-    def _explain_miss(self, identity: Identity, namespace: bytes, ids: TokenIds, chain: list[bytes]) -> str:
+    def _explain_miss(self, identity: Identity, namespace: bytes, prefix: Prefix, chain: list[bytes]) -> str:
         if not len(self._prefixes):
             return "empty: nothing is stored"
-        for row in self._prefixes.strangers(identity, ids, chain):
+        for row in self._prefixes.strangers(identity, prefix, chain):
             parts = [part for part in _PARTS if getattr(row.identity, part) != getattr(identity, part)]
             if parts:
                 others = ", ".join(_PARTS[part] for part in parts)
@@ -205,3 +211,17 @@ class Catalog:
         if not self._prefixes.has_namespace(namespace.hex()):
             return "namespace: nothing is stored in this namespace"
         return "prefix: no stored prefix starts like this prompt"
+
+
+def _why_no_more(row: Row, prefix: Prefix, tokens: int, hoped: int) -> str | None:
+    """Why a prompt can use fewer tokens of an entry than both have, or ``None`` if it uses them all."""
+    if tokens == hoped:
+        return None
+    _, other = shared_with_media(row.media, prefix.media, hoped)
+    if other is not None and other.start <= tokens:
+        return _other_media(other)
+    return f"diverged: the stored prefix goes on otherwise at token {tokens}"
+
+
+def _other_media(one: Media) -> str:
+    return f"media: what is stored has something else at token {one.start} than this {one.kind}"

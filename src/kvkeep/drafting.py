@@ -17,6 +17,7 @@ from kvkeep.fingerprint import chat_template_digest
 from kvkeep.keys import TokenIds, prefix_chain, prefix_hash
 from kvkeep.layouts import DTYPE_NAMES, LayerState, describe_cache, describe_layers, head_buffers
 from kvkeep.legacy import is_legacy, legacy_pairs
+from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
 from kvkeep.storage.entries import Draft, TensorSource
 
@@ -47,10 +48,10 @@ def describe(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerS
     return describe_cache(cache, plans, length)
 
 
-def entry_key(ids: TokenIds, identity: Identity, namespace: bytes) -> EntryKey:
-    """The key under which the KV of exactly these ids is kept."""
-    prefix = prefix_hash(ids, len(ids), prefix_chain(ids, namespace))
-    return EntryKey(identity=identity, namespace=namespace.hex(), prefix=prefix.hex())
+def entry_key(prefix: Prefix, identity: Identity, namespace: bytes) -> EntryKey:
+    """The key under which the KV of exactly this prefix is kept."""
+    digest = prefix_hash(prefix.ids, len(prefix), prefix.chain(namespace))
+    return EntryKey(identity=identity, namespace=namespace.hex(), prefix=digest.hex(), media=prefix.media)
 
 
 def draft_entry(

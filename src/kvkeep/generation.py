@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedRequestError
 from kvkeep.guard import StoredRow, compare, prove
-from kvkeep.keys import TokenIds
+from kvkeep.inputs import Inputs, read_inputs, unknown_inputs
 from kvkeep.placement import shard_of
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
@@ -51,10 +51,10 @@ class Source(Protocol):
     guard: bool
     """Whether calls are guarded that do not say so themselves."""
 
-    def fill(self, cache: Any, ids: TokenIds, *, guard: bool, new_tokens: int = 0) -> Served:
-        """Fill an empty cache with as much as is stored of ``ids``; so many new tokens are going to follow them."""
+    def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0) -> Served:
+        """Fill an empty cache with as much as is stored of a prompt that so many new tokens are going to follow."""
 
-    def arguments(self, ids: TokenIds, *, guard: bool) -> tuple[dict[str, Any], Served]:
+    def arguments(self, inputs: Inputs, *, guard: bool) -> tuple[dict[str, Any], Served]:
         """The same as arguments for ``generate``: a filled cache, and what keeps the config from contradicting it."""
 
     def refuted(self, served: Served, why: str) -> Match:
@@ -66,13 +66,31 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class Call:
-    """One running ``generate``: what is known of it so far, and in the end its report."""
+    """One running ``generate``: what is known of it so far, and in the end its report.
+
+    Attributes:
+        source: where KV comes from.
+        guard: whether a hit is watched.
+        arguments: those of ``generate`` by name.
+        ids: the prompt's ids, [rows, tokens].
+        inputs: the prompt with its media, once it is known that it may be served.
+        expansion: how many sequences come of each row.
+        encode: runs the vision tower on the model inputs it is given: put off until it is known what must be seen.
+        untold: whether the cache holds tokens that the model has not been told of, which prepares its inputs itself.
+        taken: whether ``generate`` has begun.
+        report: what came of it.
+        served: what the cache was filled with.
+        seconds: how long that took.
+    """
 
     source: Source
     guard: bool
     arguments: Mapping[str, Any] = field(default_factory=dict)
     ids: torch.Tensor | None = None
+    inputs: Inputs | None = None
     expansion: int = 1
+    encode: Callable[[dict[str, Any]], Any] | None = None
+    untold: bool = False
     taken: bool = False
     report: GenerateReport | None = None
     served: Served | None = None
@@ -86,7 +104,58 @@ class Call:
     def hand_over(
         self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool
     ) -> None:
-        """Fill the cache that ``generate`` has just prepared, if this call may be served."""
+        """Fill the cache that ``generate`` has just prepared, if this call may be served; nothing is fed twice."""
+        self._fill(model, generation_config, model_kwargs, mode, given)
+        held = self.served.held if self.watched and self.served is not None else self._reused()
+        if held and self.inputs is not None:
+            self.untold = bool(self.inputs.types) or not compat.CUTS_INPUTS
+            if compat.CUTS_INPUTS:
+                self._replace_media(model_kwargs, self.inputs.between(held, len(self.inputs)))
+        if self.encode is not None:
+            self.encode(model_kwargs)
+
+    def take_back(self, model_kwargs: dict[str, Any]) -> None:
+        """Give the model inputs all the media again, for a cache that has been emptied."""
+        if self.inputs is None or not self.inputs.values:
+            return
+        self._replace_media(model_kwargs, self.inputs.values)
+        if self.encode is not None:
+            self.encode(model_kwargs)
+
+    def _replace_media(self, model_kwargs: dict[str, Any], media: Mapping[str, Any]) -> None:
+        for name in (*(self.inputs.values if self.inputs else ()), compat.ENCODED):
+            model_kwargs.pop(name, None)
+        model_kwargs.update(media)
+
+    def first_inputs(
+        self, model: Any, prepare: Callable[..., dict[str, Any]], ids: torch.Tensor, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the first forward pass takes, where the model's own preparation errs behind a filled cache."""
+        self.untold, inputs = False, self.inputs or Inputs(read_ids(ids))
+        if compat.CUTS_INPUTS:
+            return compat.without_early_mask(prepare(ids, **arguments))
+        placed = ("cache_position", "position_ids", "attention_mask", *inputs.values, *inputs.types)
+        others = {name: value for name, value in arguments.items() if name not in placed}
+        cache = others.pop(compat.GENERATE_CACHE_ARGUMENT)
+        held = compat.cached_tokens(cache)
+        rest = inputs.between(held, len(inputs))
+        return compat.stretch_inputs(
+            model,
+            cache,
+            ids,
+            held,
+            len(inputs),
+            before=inputs.values,
+            media=rest,
+            types=inputs.types,
+            prepare=prepare,
+            others=others,
+        )
+
+    def _reused(self) -> int:
+        return 0 if self.report is None else self.report.reused_tokens
+
+    def _fill(self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool) -> None:
         began = time.perf_counter()
         cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
         reason = _CACHE_GIVEN if given else None
@@ -99,17 +168,18 @@ class Call:
             self.finish(_miss(reason), 0)
             return
         try:
-            ids = read_ids(self.ids)
-        except InvalidPromptError as error:
+            inputs = read_inputs(model, read_ids(self.ids), compat.generation_inputs(model_kwargs))
+        except (InvalidPromptError, UnsupportedRequestError) as error:
             self.finish(_miss(f"inputs: {error}"), 0)
             return
-        new = max(0, int(getattr(generation_config, "max_length", None) or 0) - len(ids))
-        served = self.served = self.source.fill(cache, ids, guard=self.guard, new_tokens=new)
+        self.inputs = inputs
+        new = max(0, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
+        served = self.served = self.source.fill(cache, inputs, guard=self.guard, new_tokens=new)
         self.seconds = time.perf_counter() - began
         if served.row is None:
             self.finish(served.match, served.held)
         elif not self._is_kept(cache, served.held):
-            self._settle(cache, prove(model, cache, ids, served.row))
+            self._settle(cache, prove(model, cache, inputs, served.row))
 
     def _is_kept(self, cache: Any, position: int) -> bool:
         """Whether some layer will still hold the guard's row when the whole prompt has been fed."""
@@ -179,8 +249,9 @@ class Call:
         served = Served(_miss(reason))
         if reason is None and self.ids is not None:
             try:
-                arguments, served = self.source.arguments(read_ids(self.ids), guard=self.guard)
-            except InvalidPromptError as error:
+                inputs = read_inputs(model, read_ids(self.ids), compat.generation_inputs(extras))
+                arguments, served = self.source.arguments(inputs, guard=self.guard)
+            except (InvalidPromptError, UnsupportedRequestError) as error:
                 served = Served(_miss(f"inputs: {error}"))
         self.seconds = time.perf_counter() - began
         self.finish(served.match, served.held)
@@ -222,14 +293,13 @@ def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mappi
     unproven = _unproven(model, call, generation_config, str(getattr(mode, "value", mode)))
     if unproven is not None:
         return f"mode: {unproven} is not served yet"
-    extras = sorted(compat.generation_inputs(model_kwargs))
-    if extras:
-        return f"inputs: {', '.join(extras)} are not served yet"
+    if unknown := unknown_inputs(model, compat.generation_inputs(model_kwargs)):
+        return f"inputs: {', '.join(unknown)} are not served"
     if call.ids is None or call.ids.dim() != 2 or call.ids.dtype not in (torch.int64, torch.int32):
         return "inputs: the prompt is not token ids"
     if call.ids.shape[0] != 1 or call.expansion != 1:
         return f"batch: {call.ids.shape[0] * call.expansion} rows are not served yet"
-    return _odd_positions(call.ids.shape[1], model_kwargs)
+    return _odd_positions(call.ids.shape[1], call.arguments, model_kwargs)
 
 
 def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str | None:
@@ -246,11 +316,13 @@ def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str 
     return next((setting for setting in _UNPROVEN_SETTINGS if getattr(generation_config, setting, None)), None)
 
 
-def _odd_positions(length: int, model_kwargs: Mapping[str, Any]) -> str | None:
+def _odd_positions(length: int, given: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> str | None:
     mask = model_kwargs.get("attention_mask")
     if mask is not None and (mask.shape[-1] != length or not bool((mask == 1).all())):
         return "mask: the attention mask has zeros"
     positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() == 3 and given.get("position_ids") is None:
+        return None  # the model's own for media: they follow from its inputs, which are looked at
     if positions is not None:
         plain = torch.arange(length, dtype=positions.dtype, device=positions.device)
         if positions.numel() != length or not torch.equal(positions.reshape(-1), plain):

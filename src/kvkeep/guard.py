@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from kvkeep import compat
+from kvkeep.inputs import Inputs
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import cached_row
-from kvkeep.prefill import CHUNK, feed
+from kvkeep.prefill import CHUNK, feed, passes
 
 StoredRow = Sequence[Mapping[str, torch.Tensor]]
 """What is stored of one token: for each layer its rows by role, each [heads, 1, dim]; nothing for layers without."""
@@ -99,8 +100,10 @@ class _EnoughError(Exception):
     """Ends a forward pass whose later layers are not wanted."""
 
 
-def rows_of_layer(model: Any, ids: TokenIds, number: int, *, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of all ids at one layer, [1, heads, tokens, dim], without computing the layers behind it."""
+def rows_of_layer(
+    model: Any, inputs: Inputs, tokens: int, number: int, *, chunk: int = CHUNK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of so many tokens at one layer, [1, heads, tokens, dim], without the layers behind it."""
     cache = compat.complete_cache()
     update = cache.update
     offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # must be put back behind each layer
@@ -113,9 +116,9 @@ def rows_of_layer(model: Any, ids: TokenIds, number: int, *, chunk: int = CHUNK)
 
     cache.update = stop_behind  # type: ignore[method-assign, assignment]
     with _forwards_restored(model):
-        for begin in range(0, len(ids), chunk):
+        for begin, end in passes(inputs, tokens, chunk):
             with suppress(_EnoughError), torch.compiler.set_stance("force_eager"):  # no graph ends in the middle
-                feed(model, cache, ids[begin : begin + chunk])
+                feed(model, cache, inputs, begin, end)
     layer: Any = cache.layers[number]
     return layer.keys, layer.values
 
@@ -146,14 +149,14 @@ def reads_forward(model: Any) -> bool:
         return False
     if compat.is_plain_causal(model):
         return True
-    media = compat.media_token_ids(model)
+    media = frozenset().union(*compat.media_tokens(model).values())
     rows = model.get_input_embeddings().weight.shape[0]
     known = [one for one in range(min(_PROBE * 4, rows)) if one not in media]
-    ids = TokenIds.of((known * _PROBE)[-_PROBE:])
+    probe = Inputs(TokenIds.of((known * _PROBE)[-_PROBE:]))
     caches: list[Any] = []
     for length in (_PROBE, _PROBE // 2):
         caches.append(compat.complete_cache())
-        feed(model, caches[-1], ids[:length])
+        feed(model, caches[-1], probe, 0, length)
     pairs = [
         (whole[0, :, : _PROBE // 2].transpose(0, 1), half[0].transpose(0, 1))
         for one, other in zip(caches[0].layers, caches[1].layers, strict=True)
@@ -163,7 +166,7 @@ def reads_forward(model: Any) -> bool:
     return bool(row_errors(deep).median() <= limit_for(model, deep[0][1].dtype) / 4)
 
 
-def prove(model: Any, cache: Any, ids: TokenIds, stored: StoredRow) -> str | None:
+def prove(model: Any, cache: Any, inputs: Inputs, stored: StoredRow) -> str | None:
     """Feed the token that follows what the cache holds, and compare its rows with the stored ones.
 
     The cache holds one token more afterwards.
@@ -171,12 +174,12 @@ def prove(model: Any, cache: Any, ids: TokenIds, stored: StoredRow) -> str | Non
     Args:
         model: the live model.
         cache: a filled cache.
-        ids: the ids; the one at the cache's length is fed.
+        inputs: the prompt; its token at the cache's length is fed.
         stored: the stored rows of that token.
 
     Returns:
         Why they are not the model's, or ``None`` if they are.
     """
     held = compat.cached_tokens(cache)
-    feed(model, cache, ids[held : held + 1])
+    feed(model, cache, inputs, held, held + 1)
     return compare(model, cache, held, held + 1, stored)

@@ -16,16 +16,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
-from kvkeep.entry_format import EntryMeta, Media
-from kvkeep.keys import BLOCK, DIGEST_SIZE, TokenIds, common_prefix, prefix_hash
+from kvkeep.entry_format import EntryMeta
+from kvkeep.keys import BLOCK, DIGEST_SIZE, common_prefix, prefix_hash
+from kvkeep.prefixes import Prefix, media_before, with_media
 from kvkeep.records import Identity
 from kvkeep.storage.rows import Row, has_snapshots, trims
 
 NEAR = 16
 """How many rows of a depth are offered on the chance that they share some tokens of one more block."""
 
-_Group = tuple[str, str, str, str, tuple[int, int] | None, tuple[Media, ...]]
-_Place = tuple[bytes, str, Row]  # packed chain from token 0, key, row
+_Group = tuple[str, str, str, str, tuple[int, int] | None]
+_Place = tuple[bytes, str, Row]  # packed chain from token 0, with its media, key, row
 
 
 class PrefixIndex:
@@ -74,11 +75,10 @@ class PrefixIndex:
         self,
         identity: Identity,
         namespace: str,
-        ids: TokenIds,
+        prefix: Prefix,
         chain: Sequence[bytes],
         *,
         form: str = "exact",
-        media: tuple[Media, ...] = (),
         tp: tuple[int, int] | None = None,
         near: int = NEAR,
     ) -> Iterator[tuple[int, list[Row]]]:
@@ -87,29 +87,28 @@ class PrefixIndex:
         Args:
             identity: what the prompt's KV would be computed with.
             namespace: digest of the namespace, 32 hex digits.
-            ids: the prompt.
+            prefix: the prompt.
             chain: its :func:`~kvkeep.keys.prefix_chain`.
             form: how the entries are stored.
-            media: what else decides KV.
             tp: tensor-parallel (size, rank).
             near: how many rows of a depth to give beyond those that are wholly a prefix of the prompt.
 
         Yields:
-            (tokens, rows): these rows share the first ``tokens`` ids with the prompt, a multiple of 256, and fewer
-            than 256 more. First those that are wholly a prefix of the prompt, the longest first, and all of them; then
-            at most ``near`` others. The last tokens are 0: no whole block shared.
+            (tokens, rows): these rows share the first ``tokens`` ids with the prompt, and the media that begin among
+            them: a multiple of 256, and fewer than 256 more. First those that are wholly a prefix of the prompt, the
+            longest first, and all of them; then at most ``near`` others. The last tokens are 0: no whole block shared.
         """
-        group = (identity.model, identity.tokenizer, namespace, form, tp, media)
-        for tokens, whole, others in _around(self._shelves.get(group, []), ids, chain):
+        group = (identity.model, identity.tokenizer, namespace, form, tp)
+        for tokens, whole, others in _around(self._shelves.get(group, []), prefix, chain):
             yield tokens, whole + list(islice(others, near))
 
-    def strangers(self, identity: Identity, ids: TokenIds, chain: Sequence[bytes]) -> list[Row]:
+    def strangers(self, identity: Identity, prefix: Prefix, chain: Sequence[bytes]) -> list[Row]:
         """Rows that share tokens with a prompt but were computed with something else, the most shared first."""
         found: list[tuple[int, str, Row]] = []
         for group, places in self._shelves.items():
             if group[:2] == (identity.model, identity.tokenizer):
                 continue
-            nearest = next(_around(places, ids, chain), None)  # what shares less explains less
+            nearest = next(_around(places, prefix, chain), None)  # what shares less explains less
             if nearest is not None:
                 tokens, whole, others = nearest
                 row = whole[0] if whole else next(others)
@@ -169,11 +168,11 @@ class PrefixIndex:
     def _path(self, row: Row) -> bytes | None:
         """The packed chain from token 0 on, as far as the parents are here."""
         if row.parent is None:
-            return row.chain
+            return _with_media(row)
         parent, path = self._rows.get(row.parent), self._paths.get(row.parent)
-        if parent is None or path is None or parent.end < row.start or _group(parent)[:5] != _group(row)[:5]:
+        if parent is None or path is None or parent.end < row.start or _group(parent) != _group(row):
             return None
-        return path[: row.start // BLOCK * DIGEST_SIZE] + row.chain
+        return path[: row.start // BLOCK * DIGEST_SIZE] + _with_media(row)
 
     def _shelf(self, row: Row, shelves: dict[_Group, list[_Place]]) -> list[_Place]:
         """A copy of the group's list, to be changed and published at the end."""
@@ -184,14 +183,22 @@ class PrefixIndex:
 
 
 def _group(row: Row) -> _Group:
-    return row.identity.model, row.identity.tokenizer, row.namespace, row.form, row.tp, row.media
+    return row.identity.model, row.identity.tokenizer, row.namespace, row.form, row.tp
+
+
+def _with_media(row: Row) -> bytes:
+    """A row's packed chain, by which rows with other media are other rows."""
+    if not row.media:
+        return row.chain
+    chain = [row.chain[at : at + DIGEST_SIZE] for at in range(0, len(row.chain), DIGEST_SIZE)]
+    return b"".join(with_media(chain, row.media, row.start // BLOCK + 1))
 
 
 def _around(
-    places: list[_Place], ids: TokenIds, chain: Sequence[bytes]
+    places: list[_Place], prefix: Prefix, chain: Sequence[bytes]
 ) -> Iterator[tuple[int, list[Row], Iterator[Row]]]:
     """Walk from the prompt's own place outwards: shared tokens, rows that are wholly a prefix of it, other rows."""
-    path = b"".join(chain[1:])
+    path = b"".join(with_media(chain[1:], prefix.media, 1))
     low = high = bisect_left(places, (path,))
     while low > 0 or high < len(places):
         ends = [at for at in (low - 1, high) if 0 <= at < len(places)]
@@ -199,14 +206,14 @@ def _around(
         shared = path[: depth * DIGEST_SIZE]
         below = bisect_left(places, (shared,), hi=low)
         above = bisect_right(places, shared, lo=high, key=lambda place: place[0][: len(shared)])
-        whole = _whole(places, below, shared, ids, chain)
+        whole = _whole(places, below, shared, prefix, chain)
         keys = {row.key for row in whole}
         span = (islice(places, below, low), islice(places, high, above))
         yield depth * BLOCK, whole, (place[2] for part in span for place in part if place[1] not in keys)
         low, high = below, above
 
 
-def _whole(places: list[_Place], at: int, shared: bytes, ids: TokenIds, chain: Sequence[bytes]) -> list[Row]:
+def _whole(places: list[_Place], at: int, shared: bytes, prefix: Prefix, chain: Sequence[bytes]) -> list[Row]:
     """Of the rows from ``at`` on that have no more than the shared blocks, those whose rest is the prompt's too."""
     hashes: dict[int, str] = {}
     found = []
@@ -214,10 +221,10 @@ def _whole(places: list[_Place], at: int, shared: bytes, ids: TokenIds, chain: S
         if place[0] != shared:
             break
         row = place[2]
-        if row.end <= len(ids):
+        if row.end <= len(prefix):
             if row.end not in hashes:
-                hashes[row.end] = prefix_hash(ids, row.end, chain).hex()
-            if hashes[row.end] == row.prefix:
+                hashes[row.end] = prefix_hash(prefix.ids, row.end, chain).hex()
+            if hashes[row.end] == row.prefix and row.media == media_before(prefix.media, row.end):
                 found.append(row)
     return sorted(found, key=lambda row: row.end, reverse=True)
 

@@ -10,68 +10,102 @@ import torch
 
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedCacheError
+from kvkeep.inputs import Inputs, input_device
 from kvkeep.keys import TokenIds
-from kvkeep.placement import device_of
 
 CHUNK = 512
 """Tokens a forward pass: bounds the memory of activations and lets long work show its progress."""
 
 
-def prefill(model: Any, ids: TokenIds, *, chunk: int = CHUNK, progress: Callable[[int], None] | None = None) -> Any:
-    """Compute the cache of ``ids`` with every row of every layer kept, without dropout and without gradients.
+def prefill(
+    model: Any,
+    inputs: Inputs,
+    *,
+    tokens: int | None = None,
+    chunk: int = CHUNK,
+    progress: Callable[[int], None] | None = None,
+) -> Any:
+    """Compute a cache of the inputs with every row of every layer kept, without dropout and without gradients.
 
-    The model's training mode is restored afterwards. ``chunk`` is the tokens a forward pass;
-    ``progress`` is called with the number of tokens done.
+    The model's training mode is restored afterwards.
+
+    Args:
+        model: the model.
+        inputs: what it is fed.
+        tokens: how many tokens of it; all of them by default.
+        chunk: tokens a forward pass, more where a picture would be cut.
+        progress: called with the number of tokens done.
 
     Raises:
-        InvalidPromptError: for an id that the model does not know.
+        InvalidPromptError: for an id that the model does not know, or media that it does not take.
         UnsupportedCacheError: if the model did not fill the cache it was given.
     """
-    check_known(model, ids)
+    check_known(model, inputs.ids)
     cache = compat.complete_cache()
-    for begin in range(0, len(ids), chunk):
-        feed(model, cache, ids[begin : begin + chunk])
+    total = len(inputs) if tokens is None else tokens
+    for begin, end in passes(inputs, total, chunk):
+        feed(model, cache, inputs, begin, end)
         if progress is not None:
-            progress(min(begin + chunk, len(ids)))
-    if compat.cached_tokens(cache) != len(ids):
+            progress(end)
+    if compat.cached_tokens(cache) != total:
         raise UnsupportedCacheError(
-            f"{type(model).__name__} left {compat.cached_tokens(cache)} tokens in the cache it was given for {len(ids)}"
+            f"{type(model).__name__} left {compat.cached_tokens(cache)} tokens in the cache it was given for {total}"
         )
     return cache
+
+
+def passes(inputs: Inputs, tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """The stretches [begin, end) of the first ``tokens`` tokens that are fed in one pass each."""
+    begin = 0
+    while begin < tokens:
+        end = min(inputs.whole(begin + chunk), tokens)
+        yield begin, end
+        begin = end
 
 
 def check_known(model: Any, ids: TokenIds) -> None:
     """Raise InvalidPromptError for an id that the model does not know."""
     rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(ids.tolist(), default=0)
+    if max(ids.tolist(), default=0) < rows:
+        return
+    known = frozenset().union(*compat.media_tokens(model).values())  # their embeddings come from elsewhere
+    largest = max(one for one in ids.tolist() if one not in known)
     if largest >= rows:
         raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
 
 
-def media_in(model: Any, ids: TokenIds) -> str | None:
-    """Why these ids do not decide their KV alone, or ``None`` if they do."""
-    media = compat.media_token_ids(model)
-    found = media.intersection(ids.tolist()) if media else None
-    return f"the prompt holds the id {min(found)}, which stands for a picture, film or sound" if found else None
+def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int) -> None:
+    """Extend a cache of ``begin`` tokens to ``end`` in one forward pass, without dropout and without gradients.
 
-
-def feed(model: Any, cache: Any, ids: TokenIds) -> None:
-    """Extend a cache by these ids in one forward pass, without dropout and without gradients."""
-    arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}
-    if compat.takes(model, "logits_to_keep"):
-        arguments["logits_to_keep"] = 1
+    Raises:
+        InvalidPromptError: if a model for media refuses the prompt.
+    """
+    once = {"logits_to_keep": 1} if compat.takes(model, "logits_to_keep") else {}
     with _evaluating(model), torch.no_grad():
-        model(input_ids=id_tensor(ids).to(input_device(model)), **arguments)
+        if not compat.media_tokens(model):
+            device = input_device(model)
+            arguments = {compat.forward_cache_argument(model): cache, "use_cache": True, **once}
+            model(input_ids=inputs.tensor(device, begin, end), **arguments)
+            return
+        try:
+            model(**_with_media(model, cache, inputs, begin, end, once))
+        except (ValueError, IndexError, StopIteration) as error:
+            raise InvalidPromptError(f"the model does not take this prompt: {error}") from error
 
 
-def id_tensor(ids: TokenIds) -> torch.Tensor:
-    """The ids as an int64 tensor of shape [1, tokens], on the CPU."""
-    return torch.frombuffer(bytearray(ids.int64), dtype=torch.int64)[None]
-
-
-def input_device(model: Any) -> torch.device:
-    """The device that token ids are fed on: that of the input embeddings."""
-    return device_of(model.get_input_embeddings()) or torch.device("cpu")
+def _with_media(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, others: dict[str, Any]) -> dict[str, Any]:
+    inputs = inputs.on(input_device(model))
+    return compat.stretch_inputs(
+        model,
+        cache,
+        inputs.tensor(input_device(model)),
+        begin,
+        end,
+        before=inputs.values,
+        media=inputs.between(begin, end),
+        types=inputs.types,
+        others=others,
+    )
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvkeep import compat
 from kvkeep.compat import LayerPlan
 from kvkeep.drafting import describe, draft_entry, entry_key
@@ -13,9 +15,9 @@ from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
 from kvkeep.guard import objection_to, prove, reads_forward, rows_of_layer
 from kvkeep.identity import LiveIdentity
-from kvkeep.keys import TokenIds
+from kvkeep.inputs import Inputs
 from kvkeep.layouts import LayerState, describe_layers, plan_layers, sliding_start
-from kvkeep.prefill import CHUNK, check_known, media_in, prefill
+from kvkeep.prefill import CHUNK, check_known, prefill
 from kvkeep.records import Entry
 from kvkeep.storage.entries import Draft
 
@@ -32,17 +34,17 @@ def warm(
     store: CacheStore,
     live: LiveIdentity,
     tokenizer: Any,
-    ids: TokenIds,
+    inputs: Inputs,
     progress: Callable[[int, int], None] | None,
 ) -> Entry:
-    """Prefill and store these ids, unless they are stored already; one process does it, the others wait for it."""
-    key = entry_key(ids, live.current(), store.namespace_digest)
+    """Prefill and store these inputs, unless they are stored already; one process does it, the others wait for it."""
+    key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
     entry = store.get(key.hash)
     if entry is None:
         store.check_writable()
         with store.locked(key.hash):
             # Whoever held the lock before may just have stored it.
-            entry = store.get(key.hash) or _prefill(store, key, live, tokenizer, ids, progress)
+            entry = store.get(key.hash) or _prefill(store, key, live, tokenizer, inputs, progress)
     return entry
 
 
@@ -51,32 +53,32 @@ def _prefill(
     key: EntryKey,
     live: LiveIdentity,
     tokenizer: Any,
-    ids: TokenIds,
+    inputs: Inputs,
     progress: Callable[[int, int], None] | None,
 ) -> Entry:
-    model, plans, total, began = live.model(), _plans(live, ids), len(ids), time.perf_counter()
+    model, plans, total, began = live.model(), _plans(live, len(inputs)), len(inputs), time.perf_counter()
     report = None if progress is None else lambda done: progress(done, total)
-    cache = prefill(model, ids, chunk=_chunk(live, total), progress=report)
+    cache = prefill(model, inputs, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
     states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
-    return _put(store, key, live, draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
+    return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
 
 
-def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, ids: TokenIds, *, guard: bool) -> Entry:
-    """Store a cache that the user prefilled with exactly these ids."""
+def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, inputs: Inputs, *, guard: bool) -> Entry:
+    """Store a cache that the user prefilled with exactly these inputs."""
     store.check_writable()
     model = live.model()
-    plans = _plans(live, ids)
-    states = describe_idle(model, cache, len(ids), plans)
-    key = entry_key(ids, live.current(), store.namespace_digest)
+    plans = _plans(live, len(inputs))
+    states = describe_idle(model, cache, len(inputs), plans)
+    key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
     if guard:
-        objection = _objection(model, ids, states, plans, chunk=_chunk(live, len(ids)))
+        objection = _objection(model, inputs, states, plans, chunk=_chunk(live, len(inputs)))
         if objection is not None:
             raise CacheMismatchError(
-                f"the cache does not hold what this model computes for these ids: {objection}. Save it with the model "
-                "and exactly the ids it was prefilled with (guard=False saves it unchecked)"
+                f"the cache does not hold what this model computes for these inputs: {objection}. Save it with the "
+                "model and exactly the inputs it was prefilled with (guard=False saves it unchecked)"
             )
-    return _put(store, key, live, draft_entry(key, ids, states, model, tokenizer, fields=live.fields()))
+    return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
 
 
 def _put(store: CacheStore, key: EntryKey, live: LiveIdentity, draft: Draft) -> Entry:
@@ -93,11 +95,8 @@ def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan
     return describe(cache, plans, length)
 
 
-def _plans(live: LiveIdentity, ids: TokenIds) -> tuple[LayerPlan, ...]:
-    model, rule, length = live.model(), live.length_rule(), len(ids)
-    media = media_in(model, ids)
-    if media is not None:
-        raise UnsupportedRequestError(f"{media}: store the part of the prompt before it")
+def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:
+    model, rule = live.model(), live.length_rule()
     if rule is not None and rule.refuses(length):
         raise UnsupportedCacheError(
             f"{type(model).__name__} has other rotary frequencies for every length beyond {rule.switch} tokens, so "
@@ -119,34 +118,43 @@ def _chunk(live: LiveIdentity, length: int) -> int:
 
 
 def _objection(
-    model: Any, ids: TokenIds, states: Sequence[LayerState], plans: Sequence[LayerPlan], *, chunk: int
+    model: Any, inputs: Inputs, states: Sequence[LayerState], plans: Sequence[LayerPlan], *, chunk: int
 ) -> str | None:
-    """Why the model says that these states are not what it computes for these ids.
+    """Why the model says that these states are not what it computes for these inputs.
 
     The rows of a layer that has them all say whether the ids are right, each of them; the rows of the last token, in
-    every layer, say whether the model is. Where windows have moved on, only the whole prefill can say either.
+    every layer, say whether the model is. Where windows have moved on, only the whole prefill can say either; where
+    there are media, all of it is compared.
     """
-    check_known(model, ids)
-    last = len(ids) - 1
+    check_known(model, inputs.ids)
+    last = len(inputs) - 1
+    if inputs.media:
+        computed = prefill(model, inputs, chunk=chunk).layers
+        every = [_pairs(state, new.keys, new.values) for state, new in zip(states, computed, strict=True)]
+        return objection_to(model, [pair for pairs in every for pair in pairs])
     row = [{role: rows[:, -1:] for role, rows in state.tensors.items()} for state in states]
     if not last:
-        return prove(model, _before(model, states, plans, 0), ids, row)
+        return prove(model, _before(model, states, plans, 0), inputs, row)
     whole = next((number for number, state in enumerate(states) if state.record.first == 0), None)
     if whole is not None and all(
         state.record.first <= sliding_start(plan, last) for state, plan in zip(states, plans, strict=True)
     ):
         cache = _before(model, states, plans, last)
-        computed = rows_of_layer(model, ids[:last], whole, chunk=chunk)
+        keys, values = rows_of_layer(model, inputs, last, whole, chunk=chunk)
     else:
         whole = len(states) - 1 if whole is None else whole  # the deepest layer depends on the most ids
-        cache = prefill(model, ids[:last], chunk=chunk)
-        computed = cache.layers[whole].keys, cache.layers[whole].values
-    record, tensors = states[whole].record, states[whole].tensors
-    pairs = [
-        (new[0, :, record.first :].transpose(0, 1), tensors[role][:, :-1].transpose(0, 1))
-        for role, new in zip(("keys", "values"), computed, strict=True)
+        cache = prefill(model, inputs, tokens=last, chunk=chunk)
+        keys, values = cache.layers[whole].keys, cache.layers[whole].values
+    return objection_to(model, _pairs(states[whole], keys, values)) or prove(model, cache, inputs, row)
+
+
+def _pairs(state: LayerState, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Computed rows [1, heads, tokens, dim] with the stored ones of the same tokens, as far as both go."""
+    first, tokens = state.record.first, keys.shape[2]
+    return [
+        (new[0, :, first:].transpose(0, 1), state.tensors[role][:, : tokens - first].transpose(0, 1))
+        for role, new in (("keys", keys), ("values", values))
     ]
-    return objection_to(model, pairs) or prove(model, cache, ids, row)
 
 
 def _before(model: Any, states: Sequence[LayerState], plans: Sequence[LayerPlan], tokens: int) -> Any:

@@ -14,7 +14,7 @@ from kvkeep.errors import KvkeepError, UnsupportedRequestError
 from kvkeep.generation import Served
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
-from kvkeep.keys import TokenIds
+from kvkeep.inputs import Inputs, input_device
 from kvkeep.layouts import Buffers, fill_cache
 from kvkeep.matching import can_trim
 from kvkeep.records import GenerateReport, Identity, Match
@@ -50,25 +50,26 @@ class Serving:
         self._live = live
         self._told: set[Any] = set()
 
-    def lookup(self, ids: TokenIds) -> Match:
+    def lookup(self, inputs: Inputs) -> Match:
         """How many leading tokens could be served, at most all but the last."""
         try:
             identity = self._live.current()
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             return _miss(f"identity: {error}")
-        refused = self._refused(ids)
+        total = len(inputs)
+        refused = self._refused(total)
         if refused is not None:
             return _miss(refused)
-        match = self._store.find(identity, ids, limit=len(ids) - 1, obstacle=self._obstacle(len(ids)))
-        return self._named(match, identity, ids)
+        match = self._store.find(identity, inputs.prefix, limit=total - 1, obstacle=self._obstacle(total))
+        return self._named(match, identity, inputs)
 
-    def fill(self, cache: Any, ids: TokenIds, *, guard: bool, new_tokens: int = 0) -> Served:
-        """Fill an empty cache with the longest stored prefix of ``ids``, at most all but the last.
+    def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0) -> Served:
+        """Fill an empty cache with the longest stored prefix of a prompt, at most all but the last token.
 
         For the guard, the cache gets one token fewer, and that token's stored rows come along. Where new tokens will
         follow, layers that grow get room for the rest of the prompt and for ``new_tokens`` more, within reason.
         """
-        model, served = self._live.model(), Served(_miss(None))
+        model, total, served = self._live.model(), len(inputs), Served(_miss(None))
 
         def use(file: EntryFile, tokens: int) -> None:
             nonlocal served
@@ -78,22 +79,22 @@ class Serving:
 
             meta, tensors, rule = file.header.meta, file.header.tensors, self._live.length_rule()
             watched = guard and can_trim(meta, tokens - 1)
-            if rule is not None and rule.obstacle(meta.end, tokens - 1, len(ids)) is not None:
+            if rule is not None and rule.obstacle(meta.end, tokens - 1, total) is not None:
                 watched = False
             held = tokens - 1 if watched else tokens
             devices = compat.layer_devices(model, len(meta.layers))
-            room = len(ids) - held + min(new_tokens, _ROOM) if new_tokens else 0
+            room = total - held + min(new_tokens, _ROOM) if new_tokens else 0
             row = fill_cache(cache, meta, tensors, held, read, devices, next_row=watched, room=room)
             served = Served(_miss(None), held, row, file.identity)
             self._compare_attention(meta.recorded.get("attention"))
 
         try:
             identity = self._live.current()
-            refused, obstacle = self._refused(ids), self._obstacle(len(ids))
+            refused, obstacle = self._refused(total), self._obstacle(total)
             if refused is not None:
                 return Served(_miss(refused))
-            match = self._store.serve(identity, ids, limit=len(ids) - 1, use=use, obstacle=obstacle)
-            match = self._named(match, identity, ids)
+            match = self._store.serve(identity, inputs.prefix, limit=total - 1, use=use, obstacle=obstacle)
+            match = self._named(match, identity, inputs)
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             return Served(_miss(f"identity: {error}"))
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
@@ -103,21 +104,21 @@ class Serving:
             return Served(_miss(f"error: {type(error).__name__}: {error}"))
         return replace(served, match=match) if match else Served(match)
 
-    def _named(self, match: Match, identity: Identity, ids: TokenIds) -> Match:
+    def _named(self, match: Match, identity: Identity, inputs: Inputs) -> Match:
         """A miss because of another configuration, with the names of what differs in it."""
         if match or match.reason is None or "another config" not in match.reason:
             return match
-        recorded = self._store.recorded_by_stranger(identity, ids).get("config")
+        recorded = self._store.recorded_by_stranger(identity, inputs.prefix).get("config")
         names = differing_fields(recorded, self._live.fields())
         if not names:
             return match
         listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         return replace(match, reason=match.reason.replace("another config", f"another config ({listed})", 1))
 
-    def _refused(self, ids: TokenIds) -> str | None:
-        """Why no entry at all can serve this prompt."""
+    def _refused(self, prompt: int) -> str | None:
+        """Why no entry at all can serve a prompt of so many tokens."""
         rule = self._live.length_rule()
-        return None if rule is None else rule.refuses(len(ids))
+        return None if rule is None else rule.refuses(prompt)
 
     def _obstacle(self, prompt: int) -> Obstacle | None:
         """What keeps entries that were computed otherwise from a prompt of so many tokens."""
@@ -145,19 +146,41 @@ class Serving:
                 kernel,
             )
 
-    def arguments(self, ids: TokenIds, *, guard: bool) -> tuple[dict[str, Any], Served]:
-        """A filled cache as arguments for ``generate``, where it cannot be reached from inside; none on a miss."""
+    def load(self, cache: Any, inputs: Inputs) -> int:
+        """Fill an empty cache, and leave the model as a prefill of so many tokens would; the tokens, 0 on a miss."""
+        model, held = self._live.model(), self.fill(cache, inputs, guard=False).held
+        if held and compat.media_tokens(model):
+            inputs = inputs.on(input_device(model))
+            ids = inputs.tensor(input_device(model))
+            compat.place(model, ids, {**inputs.values, **inputs.types}, after=held)
+        return held
+
+    def arguments(self, inputs: Inputs, *, guard: bool) -> tuple[dict[str, Any], Served]:
+        """What ``generate`` takes beside the ids, with a filled cache where it cannot be reached from inside."""
         model = self._live.model()
+        inputs = inputs.on(input_device(model))
+        whole = {**inputs.values, **inputs.types}
         cache = compat.dynamic_cache(compat.text_config(model))
-        served = self.fill(cache, ids, guard=guard)
-        objection = None if served.row is None else prove(model, cache, ids, served.row)
+        served = self.fill(cache, inputs, guard=guard)
+        objection = None if served.row is None else prove(model, cache, inputs, served.row)
         if objection is not None:
-            return {}, Served(self.refuted(served, objection))
+            return whole, Served(self.refuted(served, objection))
         if not served.match:
-            return {}, served
+            return whole, served
+        others: dict[str, Any] | None = {}
+        if compat.media_tokens(model):
+            others = compat.continued_inputs(
+                model,
+                inputs.tensor(input_device(model)),
+                before=inputs.values,
+                media=inputs.between(served.match.tokens, len(inputs)),
+                types=inputs.types,
+            )
+        if others is None:
+            return whole, Served(_miss("inputs: this transformers takes no media behind a cache that it is given"))
         named = compat.names_cache_kind(getattr(model, "generation_config", None))
         none = {"cache_implementation": None} if named else {}
-        return {compat.GENERATE_CACHE_ARGUMENT: cache, **none}, served
+        return {compat.GENERATE_CACHE_ARGUMENT: cache, **none, **others}, served
 
     def refuted(self, served: Served, why: str) -> Match:
         """Take back what was served, because the model computes otherwise: it has changed, or the entry is wrong."""

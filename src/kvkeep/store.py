@@ -23,6 +23,7 @@ from kvkeep.errors import (
     StoreReadOnlyError,
 )
 from kvkeep.keys import TokenIds, namespace_digest
+from kvkeep.prefixes import Prefix, shared_with_media
 from kvkeep.records import Entry, GenerateReport, Identity, Match
 from kvkeep.settings import OnError, Verify, default_store_path
 from kvkeep.storage import skeleton
@@ -235,14 +236,14 @@ class CacheStore:
 
     # --- finding and serving ---
 
-    def find(self, identity: Identity, ids: TokenIds, *, limit: int, obstacle: Obstacle | None = None) -> Match:
-        """The longest stored prefix of ``ids`` that is usable, up to ``limit`` tokens, by what the index knows."""
-        tokens, row, reason = self._catalog.search(identity, self.namespace_digest, ids, limit, obstacle=obstacle)
+    def find(self, identity: Identity, prefix: Prefix, *, limit: int, obstacle: Obstacle | None = None) -> Match:
+        """The longest stored part of ``prefix`` that is usable, up to ``limit`` tokens, by what the index knows."""
+        tokens, row, reason = self._catalog.search(identity, self.namespace_digest, prefix, limit, obstacle=obstacle)
         return Match(tokens=tokens, entry=None if row is None else _entry(row, ()), reason=reason)
 
-    def recorded_by_stranger(self, identity: Identity, ids: TokenIds) -> Mapping[str, Any]:
+    def recorded_by_stranger(self, identity: Identity, prefix: Prefix) -> Mapping[str, Any]:
         """What the nearest entry that was computed with something else says of how; empty if there is none."""
-        row = self._catalog.stranger(identity, self.namespace_digest, ids)
+        row = self._catalog.stranger(identity, self.namespace_digest, prefix)
         try:
             return {} if row is None else self.header(row.key).meta.recorded
         except (EntryError, OSError):
@@ -251,7 +252,7 @@ class CacheStore:
     def serve(
         self,
         identity: Identity,
-        ids: TokenIds,
+        prefix: Prefix,
         *,
         limit: int,
         use: Callable[[EntryFile, int], None],
@@ -264,13 +265,13 @@ class CacheStore:
         """
         trouble: str | None = None
         for _ in range(ATTEMPTS):
-            match = self.find(identity, ids, limit=limit, obstacle=obstacle)
+            match = self.find(identity, prefix, limit=limit, obstacle=obstacle)
             if match.entry is None:
                 return replace(match, reason=trouble or match.reason)
             key, file = match.entry.key, None
             try:
                 with self._files.open(key) as file:
-                    _check_echo(file, identity, self.namespace_digest.hex(), ids, match.tokens)
+                    _check_echo(file, identity, self.namespace_digest.hex(), prefix, match.tokens)
                     use(file, match.tokens)
                 return replace(match, reason=trouble or match.reason)
             except FileNotFoundError:
@@ -316,14 +317,16 @@ class CacheStore:
         return _entry(row, self._names().get(row.key, ()))
 
 
-def _check_echo(file: EntryFile, identity: Identity, namespace: str, ids: TokenIds, tokens: int) -> None:
+def _check_echo(file: EntryFile, identity: Identity, namespace: str, prefix: Prefix, tokens: int) -> None:
     """What the file says of itself must be what was asked for, whatever the index said."""
     key = file.header.meta.key
-    if key.identity != identity or key.namespace != namespace or key.form != "exact" or key.media or key.tp:
+    if key.identity != identity or key.namespace != namespace or key.form != "exact" or key.tp:
         raise EntryDamagedError("the file is not the entry that the index describes")
     if file.header.meta.start or file.header.meta.end < tokens:
         raise EntryDamagedError("the file holds other tokens than the index says")
-    if file.read_ids().int32[: 4 * tokens] != ids.int32[: 4 * tokens]:
+    if shared_with_media(key.media, prefix.media, tokens)[1] is not None:
+        raise EntryDamagedError("the file holds other media than the index says")
+    if file.read_ids().int32[: 4 * tokens] != prefix.ids.int32[: 4 * tokens]:
         raise EntryDamagedError("the stored token ids are not those that its key stands for")
 
 

@@ -17,6 +17,7 @@ from kvkeep.bench.sizes import FULL, QUICK, Sizes
 from kvkeep.bench.timing import medians
 from kvkeep.cli import main
 from kvkeep.keys import TokenIds
+from kvkeep.prefixes import Prefix
 
 TINY = Sizes(
     tokens=300,
@@ -182,7 +183,7 @@ def test_made_up_entries_are_whole_and_can_be_found(tmp_path: Path):
     assert {store.verify(entry.key) for entry in entries} == {None}
     assert len(store.header(entries[0].key).meta.layers) == LAYERS
     for number in range(7):
-        match = store.find(made_up_identity(), TokenIds.of([*entry_ids(number), 5, 5]), limit=TOKENS + 1)
+        match = store.find(made_up_identity(), Prefix(TokenIds.of([*entry_ids(number), 5, 5])), limit=TOKENS + 1)
         assert match.entry is not None
         assert store.read_ids(match.entry.key).tolist() == entry_ids(number)
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvkeep.keys import BLOCK, TokenIds, digest_fields, model_digest, namespace_digest, prefix_chain, prefix_hash
 from kvkeep.matching import PrefixIndex, usable
+from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
 from kvkeep.storage.rows import Row
 
@@ -63,7 +64,7 @@ def look_up(
 ) -> list[tuple[int, list[Row]]]:
     tokens = TokenIds.of(ids)
     chain = prefix_chain(tokens, namespace)
-    return list(index.candidates(identity, namespace.hex(), tokens, chain, **options))  # type: ignore[arg-type]
+    return list(index.candidates(identity, namespace.hex(), Prefix(tokens), chain, **options))  # type: ignore[arg-type]
 
 
 def test_the_deepest_shared_block_comes_first_and_whole_prefixes_lead():
@@ -183,7 +184,7 @@ def test_changes_do_not_disturb_a_lookup_in_progress():
     index.sync(rows)
     tokens = TokenIds.of(ids)
     seen = []
-    for _, found in index.candidates(A, NAMESPACE.hex(), tokens, prefix_chain(tokens, NAMESPACE)):
+    for _, found in index.candidates(A, NAMESPACE.hex(), Prefix(tokens), prefix_chain(tokens, NAMESPACE)):
         seen += found
         index.sync([make_row([9] * 300)])
     assert seen == rows[::-1]
@@ -205,7 +206,7 @@ def test_strangers_are_those_of_other_identities_that_share_the_most():
 
     def strangers(prompt: list[int]) -> list[Row]:
         tokens = TokenIds.of(prompt)
-        return index.strangers(A, tokens, prefix_chain(tokens, NAMESPACE))
+        return index.strangers(A, Prefix(tokens), prefix_chain(tokens, NAMESPACE))
 
     assert strangers([*ids, 1]) == [near, far]
     assert strangers(ids[:700]) == [far, near]  # 600 tokens, told by its hash, and two blocks
@@ -373,7 +374,7 @@ def test_a_lookup_among_ten_thousand_long_entries_is_quick():
     seconds = []
     for _ in range(50):
         began = time.perf_counter()
-        tokens, rows = next(index.candidates(A, NAMESPACE.hex(), prompt, chain))
+        tokens, rows = next(index.candidates(A, NAMESPACE.hex(), Prefix(prompt), chain))
         seconds.append(time.perf_counter() - began)
     assert tokens == 1024 + BLOCK + 2048
     assert len(rows) == 1

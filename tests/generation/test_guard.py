@@ -27,9 +27,11 @@ from kvkeep.drafting import draft_entry, entry_key
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
 from kvkeep.guard import LIMITS, limit_for, row_errors
 from kvkeep.identity import LiveIdentity
+from kvkeep.inputs import Inputs
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import LayerState, describe_layers, plan_layers
 from kvkeep.prefill import prefill
+from kvkeep.prefixes import Prefix
 from kvkeep.saving import SLACK
 
 STORED, PROMPT = 40, 52
@@ -56,7 +58,7 @@ def assert_same(ours: tuple[torch.Tensor, torch.Tensor], control: tuple[torch.Te
 
 
 def states_of(model: Any, ids: torch.Tensor) -> list[LayerState]:
-    cache = prefill(model, TokenIds.of(ids[0].tolist()))
+    cache = prefill(model, Inputs(TokenIds.of(ids[0].tolist())))
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
     return describe_layers(pairs, plan_layers(compat.text_config(model)), ids.shape[1], slack=SLACK)
 
@@ -64,7 +66,7 @@ def states_of(model: Any, ids: torch.Tensor) -> list[LayerState]:
 def put(kv: BoundStore, model: Any, ids: torch.Tensor, states: list[LayerState]) -> None:
     """Store these states as if they were those of the ids, as a store full of lies would have them."""
     known = TokenIds.of(ids[0].tolist())
-    key = entry_key(known, kv.identity(), kv.store.namespace_digest)
+    key = entry_key(Prefix(known), kv.identity(), kv.store.namespace_digest)
     kv.store.put(draft_entry(key, known, states, model, None))
 
 
@@ -487,7 +489,7 @@ def test_a_cache_is_saved_with_its_own_ids_and_model_alone(tmp_path: Path, name:
             wrong[0, position] = (wrong[0, position] + 5) % VOCABULARY
         if name == "mistral" and position in (0, 3):
             continue  # nothing that is still cached has seen these tokens
-        with pytest.raises(CacheMismatchError, match="not hold what this model computes for these ids"):
+        with pytest.raises(CacheMismatchError, match="not hold what this model computes for these inputs"):
             kv.save(cache, wrong)
     changed = build_tiny(name)
     merged_adapter(changed)

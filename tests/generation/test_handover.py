@@ -255,7 +255,7 @@ def test_attached_never_raises_for_them_but_steps_aside(llama: Any, tmp_path: Pa
     embeds = llama.get_input_embeddings()(ids).detach()
     cases: list[tuple[dict[str, Any], str]] = [
         ({**masked(ids), "use_cache": False}, "use_cache: the call runs without a cache"),
-        ({"inputs_embeds": embeds, "attention_mask": torch.ones_like(ids)}, "inputs: inputs_embeds are not served yet"),
+        ({"inputs_embeds": embeds, "attention_mask": torch.ones_like(ids)}, "inputs: inputs_embeds are not served"),
         (kv.prepare(ids), "cache_given: the call brings a cache of its own"),
     ]
     for inputs, reason in cases:

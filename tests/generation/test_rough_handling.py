@@ -49,7 +49,7 @@ def test_cache_positions_of_the_callers_own_are_not_served(kv: BoundStore, llama
     ours = kv.generate(ids, cache_position=torch.arange(40), max_new_tokens=3, do_sample=False)
     assert torch.equal(ours, control)
     assert kv.last_report is not None
-    assert kv.last_report.reason == "inputs: cache_position are not served yet"
+    assert kv.last_report.reason == "inputs: cache_position are not served"
 
 
 class Wrapper(torch.nn.Module):

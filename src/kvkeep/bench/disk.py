@@ -16,6 +16,7 @@ from kvkeep.bench.sizes import Sizes
 from kvkeep.bench.timing import Progress, medians
 from kvkeep.drafting import draft_entry, entry_key
 from kvkeep.errors import KvkeepError
+from kvkeep.inputs import Inputs
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import describe_layers, plan_layers
 from kvkeep.layouts.arena import Arena
@@ -85,9 +86,10 @@ def measure_disk(directory: Path, sizes: Sizes, progress: Progress) -> Iterator[
 def _saver(store: CacheStore, identity: Identity, model: Any, ids: TokenIds) -> Callable[[], Entry]:
     """Prefills, and returns what stores the result, each time it is called."""
     plans = plan_layers(compat.text_config(model))
-    cache = prefill(model, ids)
+    inputs = Inputs(ids)
+    cache = prefill(model, inputs)
     states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, len(ids))
-    key = entry_key(ids, identity, store.namespace_digest)
+    key = entry_key(inputs.prefix, identity, store.namespace_digest)
     return lambda: store.put(draft_entry(key, ids, states, model, None))
 
 

@@ -13,6 +13,7 @@ from kvkeep.bench.sizes import Sizes
 from kvkeep.bench.timing import Progress, medians
 from kvkeep.errors import KvkeepError
 from kvkeep.keys import TokenIds
+from kvkeep.prefixes import Prefix
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.index import Index
@@ -38,14 +39,14 @@ def _lookup(store: CacheStore, sizes: Sizes, progress: Progress) -> Row:
     identity = made_up_identity()
     filler = [250] * (sizes.lookup_tokens - TOKENS)
     step = max(1, sizes.entries // _PROMPTS)
-    prompts = [TokenIds.of(entry_ids(number) + filler) for number in range(0, sizes.entries, step)]
-    store.find(identity, TokenIds.of([250] * 300), limit=299)  # reads the index
+    prompts = [Prefix(TokenIds.of(entry_ids(number) + filler)) for number in range(0, sizes.entries, step)]
+    store.find(identity, Prefix(TokenIds.of([250] * 300)), limit=299)  # reads the index
     first: list[float] = []
     later: list[float] = []
     for turn in range(sizes.lookups + 1):
-        for ids in prompts:
+        for prompt in prompts:
             began = time.perf_counter()
-            match = store.find(identity, ids, limit=len(ids) - 1)
+            match = store.find(identity, prompt, limit=len(prompt) - 1)
             (later if turn else first).append(time.perf_counter() - began)
             if match.tokens != TOKENS:
                 raise KvkeepError(f"the bench looked an entry of {TOKENS} tokens up and found {match.tokens}")

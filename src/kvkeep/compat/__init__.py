@@ -1,0 +1,101 @@
+"""What differs between the transformers versions that kvkeep supports, and nothing else.
+
+Everything here asks for a feature, never for a version number, so that a version in between is served too. No other
+module looks at transformers' internals in a way that depends on its version.
+"""
+
+from __future__ import annotations
+
+from kvkeep.compat.caches import (
+    DYNAMIC_LAYER,
+    DYNAMIC_SLIDING_LAYER,
+    STATIC_LAYER,
+    STATIC_SLIDING_LAYERS,
+    LayerPlan,
+    cached_tokens,
+    complete_cache,
+    dynamic_cache,
+    empty_cache,
+    fill_dynamic,
+    is_known_cache,
+    is_offloaded,
+    keeps_row,
+    layer_plans,
+    lazy_initialization,
+    seen_tokens,
+    set_static_length,
+    static_cache,
+)
+from kvkeep.compat.generating import SEAM, generation_inputs, has_seam, names_cache_kind, run_guarded
+from kvkeep.compat.media import (
+    CUTS_INPUTS,
+    ENCODE_STEP,
+    ENCODED,
+    INPUTS_STEP,
+    MEDIA_CONTENT,
+    MEDIA_INPUTS,
+    TOKEN_TYPES,
+    continued_inputs,
+    media_tokens,
+    place,
+    stretch_inputs,
+    without_early_mask,
+)
+from kvkeep.compat.models import (
+    attention_implementation,
+    forward_cache_argument,
+    has_experts,
+    is_plain_causal,
+    layer_devices,
+    takes,
+    text_config,
+)
+from kvkeep.compat.versions import GENERATE_ARGUMENTS, GENERATE_CACHE_ARGUMENT, TRANSFORMERS
+
+__all__ = [
+    "CUTS_INPUTS",
+    "DYNAMIC_LAYER",
+    "DYNAMIC_SLIDING_LAYER",
+    "ENCODED",
+    "ENCODE_STEP",
+    "GENERATE_ARGUMENTS",
+    "GENERATE_CACHE_ARGUMENT",
+    "INPUTS_STEP",
+    "MEDIA_CONTENT",
+    "MEDIA_INPUTS",
+    "SEAM",
+    "STATIC_LAYER",
+    "STATIC_SLIDING_LAYERS",
+    "TOKEN_TYPES",
+    "TRANSFORMERS",
+    "LayerPlan",
+    "attention_implementation",
+    "cached_tokens",
+    "complete_cache",
+    "continued_inputs",
+    "dynamic_cache",
+    "empty_cache",
+    "fill_dynamic",
+    "forward_cache_argument",
+    "generation_inputs",
+    "has_experts",
+    "has_seam",
+    "is_known_cache",
+    "is_offloaded",
+    "is_plain_causal",
+    "keeps_row",
+    "layer_devices",
+    "layer_plans",
+    "lazy_initialization",
+    "media_tokens",
+    "names_cache_kind",
+    "place",
+    "run_guarded",
+    "seen_tokens",
+    "set_static_length",
+    "static_cache",
+    "stretch_inputs",
+    "takes",
+    "text_config",
+    "without_early_mask",
+]

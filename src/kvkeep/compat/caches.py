@@ -1,0 +1,136 @@
+"""The classes of caches and their layers: how each is made, filled, emptied and counted."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers import cache_utils as _cache_utils
+
+DYNAMIC_LAYER = _cache_utils.DynamicLayer
+DYNAMIC_SLIDING_LAYER = _cache_utils.DynamicSlidingWindowLayer
+STATIC_LAYER = _cache_utils.StaticLayer
+# 4.57 has old names for the same layer, as trivial subclasses.
+STATIC_SLIDING_LAYERS = tuple(
+    getattr(_cache_utils, name)
+    for name in ("StaticSlidingWindowLayer", "SlidingWindowLayer", "ChunkedSlidingLayer")
+    if hasattr(_cache_utils, name)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What the model's configuration says of one cache layer: its kind and, for sliding ones, the window."""
+
+    kind: str
+    window: int = 0
+
+
+def layer_plans(config: Any) -> tuple[LayerPlan | str, ...]:
+    """One plan a layer, or the class name of a layer that is neither full nor sliding attention."""
+    plans: list[LayerPlan | str] = []
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) is DYNAMIC_LAYER:
+            plans.append(LayerPlan("full"))
+        elif type(layer) is DYNAMIC_SLIDING_LAYER and layer.sliding_window > 1:  # with 1, transformers keeps all rows
+            plans.append(LayerPlan("sliding", int(layer.sliding_window)))
+        else:
+            plans.append(type(layer).__name__)
+    return tuple(plans)
+
+
+def dynamic_cache(config: Any) -> DynamicCache:
+    """An empty cache as ``generate`` would prepare it."""
+    return DynamicCache(config=config)
+
+
+def static_cache(config: Any, max_cache_len: int) -> StaticCache:
+    """An empty static cache with room for ``max_cache_len`` tokens."""
+    return StaticCache(config=config, max_cache_len=max_cache_len)
+
+
+def complete_cache() -> DynamicCache:
+    """An empty cache that keeps every row of every layer, sliding ones too; a prefill into it can be cut anywhere."""
+    return DynamicCache()
+
+
+def is_offloaded(cache: Any) -> bool:
+    """Whether the cache moves its layers between devices by itself."""
+    return bool(getattr(cache, "offloading", False))
+
+
+def lazy_initialization(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Allocate a static layer's buffers for sequences shaped like ``keys`` and ``values`` ([1, heads, 0, dim])."""
+    if "value_states" in inspect.signature(layer.lazy_initialization).parameters:
+        layer.lazy_initialization(keys, values)
+    else:
+        layer.lazy_initialization(keys)
+
+
+def fill_dynamic(layer: Any, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
+    """Make a dynamic layer hold ``keys`` and ``values`` ([1, heads, rows, dim]) after ``seen`` tokens."""
+    layer.keys, layer.values = keys, values
+    layer.device, layer.dtype, layer.is_initialized = keys.device, keys.dtype, True
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = seen
+    window = getattr(layer, "_sliding_window_tensor", None)
+    if window is not None:
+        layer._sliding_window_tensor = window.to(keys.device)
+
+
+def empty_cache(cache: Any) -> None:
+    """Make a cache hold nothing, as it was when it was made. 4.57 only zeroes what grows, and keeps its length."""
+    cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DYNAMIC_LAYER):
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        elif layer.is_initialized:
+            set_static_length(layer, 0)
+
+
+def set_static_length(layer: Any, seen: int) -> None:
+    """Set the counters of a static layer whose buffers already hold the rows of ``seen`` tokens.
+
+    The tensor counter is written in place: its address may be baked into a compiled graph.
+    """
+    counter = getattr(layer, "cumulative_length", None)
+    if isinstance(counter, torch.Tensor):
+        # A sliding layer stops counting in the tensor once its window is full, and then counts in the int alone.
+        counter.fill_(min(seen, layer.max_cache_len))
+        if hasattr(layer, "cumulative_length_int"):
+            layer.cumulative_length_int = seen
+    elif counter is not None:
+        layer.cumulative_length = seen
+
+
+def keeps_row(layer: Any, behind: int) -> bool:
+    """Whether a layer still holds a token's row after ``behind`` more tokens."""
+    if isinstance(layer, DYNAMIC_SLIDING_LAYER):
+        return behind < int(layer.sliding_window) - 1
+    return behind < int(layer.max_cache_len) if isinstance(layer, STATIC_SLIDING_LAYERS) else True
+
+
+def seen_tokens(layer: Any) -> int:
+    """How many tokens a layer has seen, 0 for one that was never filled."""
+    return int(layer.get_seq_length()) if layer.is_initialized else 0
+
+
+def cached_tokens(cache: Any) -> int:
+    """How many tokens a cache has seen, as far as its layers count them."""
+    return max((seen_tokens(layer) for layer in cache.layers if hasattr(layer, "get_seq_length")), default=0)
+
+
+def is_known_cache(cache: Any) -> bool:
+    """Whether this is exactly a cache class whose state is all in its layers; a subclass may hold more."""
+    return type(cache) in _KNOWN_CACHES
+
+
+_KNOWN_CACHES = {
+    getattr(_cache_utils, name)
+    for name in ("DynamicCache", "StaticCache", "HybridCache", "SlidingWindowCache", "HybridChunkedCache")
+    if hasattr(_cache_utils, name)
+}

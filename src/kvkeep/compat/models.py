@@ -1,0 +1,56 @@
+"""What a model says of itself: its configuration, its forward, its devices."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from kvkeep.compat.versions import GENERATE_CACHE_ARGUMENT
+from kvkeep.placement import device_of
+
+
+def text_config(model: torch.nn.Module) -> Any:
+    """The configuration of the decoder that owns the cache; a nested one would lose the layer kinds."""
+    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+
+
+def forward_cache_argument(model: torch.nn.Module) -> str:
+    """The name under which this model's forward takes a cache (remote code may still use the old one)."""
+    parameters = inspect.signature(model.forward).parameters
+    names = [name for name in ("cache", "past_key_values") if name in parameters]
+    return names[0] if names else GENERATE_CACHE_ARGUMENT  # a wrapper that passes everything on
+
+
+def takes(model: torch.nn.Module, argument: str) -> bool:
+    """Whether the model's forward has a parameter of this name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def attention_implementation(model: Any) -> str:
+    """The name of the attention kernel the model runs, or ``"unknown"``."""
+    return str(getattr(model.config, "_attn_implementation", None) or "unknown")
+
+
+def is_plain_causal(model: Any) -> bool:
+    """Whether the configuration is that of a text model alone, and names no attention to what follows."""
+    config = text_config(model)
+    return config is model.config and not getattr(config, "use_bidirectional_attention", None)
+
+
+def has_experts(model: Any) -> bool:
+    """Whether the model sends each token to some of many experts."""
+    config = text_config(model)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+    return any((getattr(config, name, None) or 0) for name in names)
+
+
+def layer_devices(model: Any, count: int) -> list[torch.device]:
+    """The device each layer's KV is used on: the one that the decoder layer computes on, else the model's."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    layers = getattr(decoder, "layers", None)
+    default = device_of(model) or torch.device("cpu")
+    if layers is None or len(layers) != count:
+        return [default] * count
+    return [device_of(layer) or default for layer in layers]

@@ -1,0 +1,242 @@
+"""What a model is fed for one prompt: its ids, the media among them, and any stretch of both.
+
+Media are pictures, films and sounds. An item of media has its place among the ids, which its placeholders hold, and
+its content: the digest of everything that the processor made of it. Where the inputs of several items cannot be told
+apart with certainty, all of one kind are one item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvkeep import compat
+from kvkeep.entry_format import Media
+from kvkeep.errors import UnsupportedRequestError
+from kvkeep.fingerprint import tensor_digests
+from kvkeep.keys import TokenIds, digest_fields
+from kvkeep.placement import device_of
+from kvkeep.prefixes import Prefix, media_before
+
+_Runs = list[tuple[int, int]]
+_Rows = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """One prompt, as its model takes it.
+
+    Attributes:
+        ids: its token ids.
+        media: the items among them, in their order.
+        values: the media inputs by name.
+        rows: for each item, which rows of which inputs are its.
+        types: the inputs that say of each token what kind it is, each [1, tokens].
+    """
+
+    ids: TokenIds
+    media: tuple[Media, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[_Rows, ...] = ()
+    types: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def prefix(self) -> Prefix:
+        """What decides the KV of the prompt."""
+        return Prefix(self.ids, self.media)
+
+    def between(self, begin: int, end: int) -> dict[str, Any]:
+        """The media inputs of the items that begin at tokens [begin, end)."""
+        wanted = [rows for one, rows in zip(self.media, self.rows, strict=True) if begin <= one.start < end]
+        found: dict[str, Any] = {}
+        for name, value in self.values.items():
+            spans = [rows[name] for rows in wanted if name in rows]
+            if spans:
+                found[name] = value[spans[0][0] : spans[-1][1]]
+        return found
+
+    def types_before(self, end: int) -> dict[str, torch.Tensor]:
+        """The token types of the first ``end`` tokens."""
+        return {name: values[:, :end] for name, values in self.types.items()}
+
+    def whole(self, end: int) -> int:
+        """The end of a pass that is meant to end at token ``end``: none ends within an item."""
+        ends = [one.end for one in self.media if one.start < end < one.end]
+        return self.whole(max(ends)) if ends else end
+
+    def first(self, tokens: int) -> Inputs:
+        """The first so many tokens."""
+        media = media_before(self.media, tokens)
+        kept = self.between(0, tokens)
+        return Inputs(self.ids[:tokens], media, kept, self.rows[: len(media)], self.types_before(tokens))
+
+    def tensor(self, device: torch.device, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """The ids [begin, end), int64 of shape [1, tokens]."""
+        data = bytearray(memoryview(self.ids.int64)[8 * begin : None if end is None else 8 * end])
+        return torch.frombuffer(data, dtype=torch.int64)[None].to(device)
+
+    def on(self, device: torch.device) -> Inputs:
+        """The same inputs on a device."""
+        values = {n: value.to(device) if isinstance(value, torch.Tensor) else value for n, value in self.values.items()}
+        types = {name: value.to(device) for name, value in self.types.items()}
+        return Inputs(self.ids, self.media, values, self.rows, types)
+
+
+def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
+    """Take the ids of a prompt with the other model inputs that came with it.
+
+    Raises:
+        UnsupportedRequestError: for inputs whose part in the KV kvkeep does not know, media without a place among the
+            ids, or a place without media.
+    """
+    extras = {name: value for name, value in extras.items() if value is not None}
+    tokens = compat.media_tokens(model)
+    types = {name: _token_types(name, extras.pop(name), len(ids)) for name in compat.TOKEN_TYPES if name in extras}
+    if unknown := unknown_inputs(model, {**extras, **types}):
+        raise UnsupportedRequestError(
+            f"the prompt comes with {', '.join(unknown)}, which decide KV beside the token ids in a way that is not "
+            "known: such prompts cannot be looked up and stored"
+        )
+    values = dict(extras)
+    found: list[tuple[Media, _Rows]] = []
+    for kind, placeholders in tokens.items():
+        inputs = {name: values.pop(name) for name in compat.MEDIA_INPUTS[kind] if name in values}
+        runs = list(_runs(ids, placeholders))
+        if inputs and not runs:
+            raise UnsupportedRequestError(f"{', '.join(sorted(inputs))} came with a prompt that has no place for them")
+        if runs and not inputs:
+            one = min(placeholders.intersection(ids.tolist()))
+            raise UnsupportedRequestError(
+                f"the prompt holds the id {one}, which stands for a picture, film or sound that did not come with it: "
+                "pass all that the processor returned"
+            )
+        found += _items(kind, runs, inputs, types)
+    taken = [(one.start, one.end) for one, _ in found]
+    found += [(one, {}) for one in _other_types(types, taken)]
+    found.sort(key=lambda item: (item[0].start, item[0].kind))
+    return Inputs(ids, tuple(one for one, _ in found), extras, tuple(rows for _, rows in found), types)
+
+
+def input_device(model: Any) -> torch.device:
+    """The device that token ids are fed on: that of the input embeddings."""
+    return device_of(model.get_input_embeddings()) or torch.device("cpu")
+
+
+def unknown_inputs(model: Any, extras: Mapping[str, Any]) -> list[str]:
+    """The names of those model inputs whose part in the KV is not known."""
+    kinds = compat.media_tokens(model)
+    known = {*(name for kind in kinds for name in compat.MEDIA_INPUTS[kind]), *(compat.TOKEN_TYPES if kinds else ())}
+    return sorted(extras.keys() - known)
+
+
+def _token_types(name: str, value: Any, tokens: int) -> torch.Tensor:
+    types = torch.as_tensor(value).reshape(-1)
+    if types.shape[0] != tokens or types.is_floating_point():
+        raise UnsupportedRequestError(
+            f"{name} has {types.shape[0]} values of {types.dtype} for {tokens} tokens of one row"
+        )
+    return types[None]
+
+
+def _runs(ids: TokenIds, placeholders: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """The stretches of placeholders, [start, end)."""
+    at = 0
+    for held, group in groupby(ids.tolist(), placeholders.__contains__):
+        begin, at = at, at + sum(1 for _ in group)
+        if held:
+            yield begin, at
+
+
+def _items(
+    kind: str, runs: _Runs, inputs: Mapping[str, Any], types: Mapping[str, torch.Tensor]
+) -> list[tuple[Media, _Rows]]:
+    if not runs:
+        return []
+    tensors = {name: _tensor(name, value) for name, value in inputs.items()}
+    parts = _rows_of_each(runs, tensors)
+    if parts is None:
+        runs = [(runs[0][0], runs[-1][1])]
+        parts = [{name: (0, len(value)) for name, value in inputs.items()}]
+    digests = tensor_digests(
+        {
+            (number, name): tensor
+            for number, ((begin, end), rows) in enumerate(zip(runs, parts, strict=True))
+            for name, tensor in [
+                *((name, tensors[name][first:last]) for name, (first, last) in rows.items()),
+                *((name, values[:, begin:end]) for name, values in types.items()),
+            ]
+        }
+    )
+    items = []
+    for number, ((begin, end), rows) in enumerate(zip(runs, parts, strict=True)):
+        named = [(name.encode(), digest) for (item, name), digest in sorted(digests.items()) if item == number]
+        content = digest_fields("kvkeep/media/1", kind.encode(), *(part for pair in named for part in pair))
+        items.append((Media(kind=kind, content=content.hex(), start=begin, end=end), rows))
+    return items
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError):
+        tensor = None
+    if tensor is None or not tensor.dim():
+        raise UnsupportedRequestError(f"{name} is a {type(value).__name__} that is no tensor: pass return_tensors='pt'")
+    return tensor
+
+
+def _rows_of_each(runs: _Runs, tensors: Mapping[str, torch.Tensor]) -> list[_Rows] | None:
+    """Which rows of which inputs belong to each run of placeholders, or ``None`` where that is not certain.
+
+    An input has one row an item, or as many as the item has patches, of which each placeholder stands for as many. As
+    items are laid one after another into whatever placeholders there are, runs must be as long as their items.
+    """
+    lengths = [end - begin for begin, end in runs]
+    grid = next((tensor for name, tensor in tensors.items() if name.endswith("_grid_thw")), None)
+    patches: list[int] = []
+    if grid is not None:
+        if grid.shape[:1] != (len(runs),):
+            return None
+        patches = grid.prod(-1).tolist()
+        if any(count * lengths[0] != patches[0] * length for count, length in zip(patches, lengths, strict=True)):
+            return None
+    elif len(set(lengths)) > 1 or any(
+        _differ(tensor) for name, tensor in tensors.items() if name not in compat.MEDIA_CONTENT
+    ):
+        return None
+    bounds = [0, *np.cumsum(patches).tolist()]
+    parts: list[_Rows] = [{} for _ in runs]
+    for name, tensor in tensors.items():
+        if len(tensor) == len(runs):
+            spans = [(number, number + 1) for number in range(len(runs))]
+        elif patches and len(tensor) == bounds[-1]:
+            spans = list(pairwise(bounds))
+        else:
+            return None
+        for rows, span in zip(parts, spans, strict=True):
+            rows[name] = span
+    return parts
+
+
+def _differ(tensor: torch.Tensor) -> bool:
+    """Whether the rows are not all alike: sizes and masks, by which items of equal shape have other lengths."""
+    return bool((tensor != tensor[:1]).any())
+
+
+def _other_types(types: Mapping[str, torch.Tensor], taken: Sequence[tuple[int, int]]) -> Iterator[Media]:
+    """Token types other than 0 that belong to no media, a run of one type as an item."""
+    for name, values in types.items():
+        at = 0
+        for value, group in groupby(values[0].tolist()):
+            begin, at = at, at + sum(1 for _ in group)
+            if value and not any(start <= begin and at <= end for start, end in taken):
+                content = digest_fields("kvkeep/token-type/1", name.encode(), str(value).encode())
+                yield Media(kind=name, content=content.hex(), start=begin, end=at)
