@@ -49,6 +49,24 @@ def _seeds() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+# --- figures ---
+
+_FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> list[str]:
+    """Lines that the run prints at its end: what was measured, for whoever reads the log."""
+    return request.config.stash.setdefault(_FIGURES, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(_FIGURES, []):
+        terminalreporter.section("measured in this run")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
 # --- real models ---
 
 

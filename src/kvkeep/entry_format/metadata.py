@@ -44,6 +44,9 @@ def meta_from_json(top: dict[str, Any]) -> EntryMeta:
         damaged("the header's creator holds a version that is no text")
     if not meta.start < meta.end or (meta.parent is None) != (meta.start == 0):
         damaged(f"tokens [{meta.start}, {meta.end}) with parent {meta.parent} are not a stretch of a prefix")
+    places = [(one.start, one.end) for one in key.media]
+    if places != sorted(places) or not all(0 <= start <= end and start < meta.end for start, end in places):
+        damaged("the header's media are not in their order among its tokens")
     return meta
 
 
