@@ -15,12 +15,8 @@ SIZE = 40
 def some_media(draw: st.DrawFn) -> tuple[Media, ...]:
     """Up to four items of two contents, some within or across another."""
     places = draw(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 12)), max_size=4))
-    items = [
-        Media(
-            kind=draw(st.sampled_from("ab")), content=draw(st.sampled_from("12")) * 32, start=start, end=start + length
-        )
-        for start, length in places
-    ]
+    kind, content = st.sampled_from("ab"), st.sampled_from(["1" * 32, "2" * 32])
+    items = [Media(kind=draw(kind), content=draw(content), start=at, end=at + length) for at, length in places]
     return tuple(sorted(items, key=lambda one: (one.start, one.kind)))
 
 
