@@ -175,7 +175,10 @@ class Attachment:
     def _guard(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             call = self._call
-            if call is None or not call.watched:
+            if call is None:
+                return original(*args, **kwargs)
+            args, kwargs = call.cut_ids(args, kwargs)
+            if not call.watched:
                 return original(*args, **kwargs)
             return compat.run_guarded(
                 model, original, call.ids, lambda cache: call.judge(model, cache), call.take_back, args, kwargs

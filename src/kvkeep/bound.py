@@ -330,7 +330,11 @@ class BoundStore:
         read = read_prompt(
             prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
         )
-        return {**self._model_inputs(read.ids), **read.extras}
+        if read.kind == "mapping":
+            return {**self._model_inputs(read.ids), **read.extras}
+        device = input_device(self._live.model())
+        extras = {n: value.to(device) if isinstance(value, torch.Tensor) else value for n, value in read.extras.items()}
+        return {**self._model_inputs(read.ids), **extras}
 
     @contextmanager
     def attached(self) -> Iterator[BoundStore]:

@@ -10,12 +10,19 @@ import torch
 
 from kvkeep import compat
 from kvkeep._version import __version__
-from kvkeep.compat import LayerPlan
 from kvkeep.entry_format import EntryKey, EntryMeta, tensor_name
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
 from kvkeep.fingerprint import chat_template_digest
 from kvkeep.keys import TokenIds, prefix_chain, prefix_hash
-from kvkeep.layouts import DTYPE_NAMES, LayerState, describe_cache, describe_layers, head_buffers
+from kvkeep.layouts import (
+    DTYPE_NAMES,
+    LayerPlan,
+    LayerState,
+    describe_cache,
+    describe_layers,
+    head_buffers,
+    whole_buffer,
+)
 from kvkeep.legacy import is_legacy, legacy_pairs
 from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
@@ -40,7 +47,7 @@ def describe(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerS
     if not compat.is_known_cache(cache):
         raise UnsupportedCacheError(f"a {type(cache).__name__} is not a cache that kvkeep can keep")
     cached = compat.cached_tokens(cache)
-    if cached != length:
+    if cached != length and compat.counts_tokens(cache):
         raise CacheMismatchError(
             f"the cache holds {cached} tokens and {length} ids were given. The last generated token is never in the "
             f"cache: if the first {cached} ids are its tokens, save it with input_ids[:, :{cached}]"
@@ -65,9 +72,9 @@ def draft_entry(
 ) -> Draft:
     """The draft of an entry that starts at token 0. Tensors on the CPU are not copied: they must stay as they are."""
     tensors = {
-        tensor_name("layers", number, role): _source(rows, number)
+        tensor_name("layers", number, role): _source(tensor, number, state.record.tensors[role])
         for number, state in enumerate(states)
-        for role, rows in state.tensors.items()
+        for role, tensor in state.tensors.items()
     }
     meta = EntryMeta(
         key=key,
@@ -100,11 +107,13 @@ def differing_fields(recorded: object, fields: Mapping[str, str]) -> list[str]:
     return sorted(name for name in stored.keys() | fields.keys() if stored.get(name) != fields.get(name))
 
 
-def _source(rows: torch.Tensor, number: int) -> TensorSource:
-    dtype = DTYPE_NAMES.get(rows.dtype)
+def _source(tensor: torch.Tensor, number: int, storage: str) -> TensorSource:
+    dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None:
-        raise UnsupportedCacheError(f"layer {number} of the cache is {rows.dtype}, which the format does not hold")
-    rows = rows.to("cpu")
+        raise UnsupportedCacheError(f"layer {number} of the cache is {tensor.dtype}, which the format does not hold")
+    rows = tensor.to("cpu")
+    if storage == "snapshot":
+        return TensorSource(dtype=dtype, shape=tuple(rows.shape), parts=[whole_buffer(rows.contiguous())])
     if rows.stride(-1) != 1 or rows.stride(-2) != rows.shape[-1]:
         rows = rows.contiguous()
     return TensorSource(dtype=dtype, shape=tuple(rows.shape), parts=head_buffers(rows))

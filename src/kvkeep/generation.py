@@ -34,15 +34,19 @@ class Served:
 
     Attributes:
         match: what was found.
-        held: how many tokens the cache holds; one fewer than matched where the guard will watch.
+        held: how many tokens it was filled with; one fewer than matched where the guard will watch.
+        cached: how many it holds now: what cannot be fed at once was fed already.
         row: the stored rows of the token behind them, for the guard; ``None`` where nothing can be compared.
         file: which file they come from.
+        snapshots: whether state is among it that is valid behind one token only.
     """
 
     match: Match
     held: int = 0
+    cached: int = 0
     row: StoredRow | None = None
     file: FileIdentity | None = None
+    snapshots: bool = False
 
 
 class Source(Protocol):
@@ -77,6 +81,7 @@ class Call:
         expansion: how many sequences come of each row.
         encode: runs the vision tower on the model inputs it is given: put off until it is known what must be seen.
         untold: whether the cache holds tokens that the model has not been told of, which prepares its inputs itself.
+        uncounted: tokens in a cache that does not count them, which ``generate`` would feed again.
         taken: whether ``generate`` has begun.
         report: what came of it.
         served: what the cache was filled with.
@@ -91,6 +96,7 @@ class Call:
     expansion: int = 1
     encode: Callable[[dict[str, Any]], Any] | None = None
     untold: bool = False
+    uncounted: int = 0
     taken: bool = False
     report: GenerateReport | None = None
     served: Served | None = None
@@ -107,12 +113,24 @@ class Call:
         """Fill the cache that ``generate`` has just prepared, if this call may be served; nothing is fed twice."""
         self._fill(model, generation_config, model_kwargs, mode, given)
         held = self.served.held if self.watched and self.served is not None else self._reused()
+        cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
+        if held and self.served is not None and not compat.counts_tokens(cache):
+            self.uncounted = self.served.cached
         if held and self.inputs is not None:
             self.untold = bool(self.inputs.types) or not compat.CUTS_INPUTS
             if compat.CUTS_INPUTS:
                 self._replace_media(model_kwargs, self.inputs.between(held, len(self.inputs)))
         if self.encode is not None:
             self.encode(model_kwargs)
+
+    def cut_ids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the first pass, without what a cache holds that cannot say how many tokens it has seen."""
+        held, self.uncounted = self.uncounted, 0
+        if not held:
+            return args, kwargs
+        if "input_ids" in kwargs:
+            return args, {**kwargs, "input_ids": kwargs["input_ids"][:, held:]}
+        return (args[0][:, held:], *args[1:]), kwargs
 
     def take_back(self, model_kwargs: dict[str, Any]) -> None:
         """Give the model inputs all the media again, for a cache that has been emptied."""
@@ -162,7 +180,7 @@ class Call:
         reason = reason or obstacle(model, self, generation_config, model_kwargs, mode)
         if reason is None and cache is None:
             reason = "layout: this model keeps its state in no Cache"
-        if reason is None and compat.cached_tokens(cache):
+        if reason is None and compat.is_used(cache):
             reason = "cache_given: the cache that generate prepared is not empty"
         if reason is not None or self.ids is None:
             self.finish(_miss(reason), 0)

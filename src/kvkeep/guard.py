@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ random weights, float16 3e-3, bfloat16 2e-2. A changed model or another prompt's
 
 _PROBE = 8
 """Tokens of the longer prompt that shows whether a model reads forward alone."""
+
+_PLAINLY_OTHER = 1e-3
+"""A difference of logits that no rounding explains; what is not continued as it should differs by 0.1 and more."""
+
+_OTHERWISE = (
+    "computes a prompt otherwise when it is fed in two parts: its tokens see those behind them or are placed by what "
+    "they are, or its state is not all in the cache"
+)
 
 _MATMUL_FORMATS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
 
@@ -104,7 +113,7 @@ def rows_of_layer(
     model: Any, inputs: Inputs, tokens: int, number: int, *, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of so many tokens at one layer, [1, heads, tokens, dim], without the layers behind it."""
-    cache = compat.complete_cache()
+    cache = compat.complete_cache(compat.text_config(model))
     update = cache.update
     offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # must be put back behind each layer
 
@@ -138,32 +147,66 @@ def _forwards_restored(model: Any) -> Iterator[None]:
                     module.forward = forward
 
 
-def reads_forward(model: Any) -> bool:
-    """Whether each token's rows depend on the tokens up to it alone, and on their number as its position.
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a model goes on from a cache.
 
-    Some models let the tokens of a prompt see each other both ways, and some count positions by what is padding; their
-    prefixes are nobody else's. Where the configuration does not say that it is a plain causal model, the model itself
-    is asked, with two short prompts of which one begins like the other.
+    Attributes:
+        objection: why no cache of it can be kept, or ``None``.
+        singly: whether it must be fed one token at a time: several at once would not see what the cache holds.
+    """
+
+    objection: str | None = None
+    singly: bool = False
+
+
+def manner_of(model: Any) -> Manner:
+    """Ask a model whether it goes on from a cache as from the prompt that the cache was computed from.
+
+    Some models let the tokens of a prompt see each other both ways, some count positions by what is padding, some keep
+    state on their modules, and some do not look at their state when they are fed several tokens. So a short prompt is
+    fed in one pass, and again in parts, with another prompt between them.
     """
     if any(hasattr(module, "create_position_ids_from_inputs_embeds") for module in model.modules()):
-        return False
-    if compat.is_plain_causal(model):
-        return True
+        return Manner(_OTHERWISE)
     media = frozenset().union(*compat.media_tokens(model).values())
     rows = model.get_input_embeddings().weight.shape[0]
     known = [one for one in range(min(_PROBE * 4, rows)) if one not in media]
     probe = Inputs(TokenIds.of((known * _PROBE)[-_PROBE:]))
-    caches: list[Any] = []
-    for length in (_PROBE, _PROBE // 2):
-        caches.append(compat.complete_cache())
-        feed(model, caches[-1], probe, 0, length)
-    pairs = [
-        (whole[0, :, : _PROBE // 2].transpose(0, 1), half[0].transpose(0, 1))
-        for one, other in zip(caches[0].layers, caches[1].layers, strict=True)
-        for whole, half in ((one.keys, other.keys), (one.values, other.values))
+    cache = compat.complete_cache(compat.text_config(model))
+    try:
+        whole = feed(model, cache, probe, 0, _PROBE, logits=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - somebody else's forward: it raises what it likes
+        return Manner(f"takes no cache of the kind that its configuration asks for ({error})")
+    if not compat.is_used(cache):
+        return Manner("keeps its state in no cache that it is given")
+    if whole is None or whole.shape[1] != _PROBE:
+        return Manner("gives no logits of all tokens, by which to ask it whether it goes on from a cache as it should")
+    other = Inputs(TokenIds.of((known * _PROBE)[: _PROBE // 2]))
+    limit = max(limit_for(model, whole.dtype), _PLAINLY_OTHER)
+    typical = compat.has_experts(model)  # which rounding may turn elsewhere now and then
+    for step in (_PROBE // 2, 1):
+        parts = _in_parts(model, probe, other, step)
+        errors = [
+            row_errors([(part[0][:, None], whole[0, first : first + part.shape[1], None])]) for first, part in parts
+        ]
+        if all(float(one.median() if typical else one.max()) <= limit for one in errors):
+            return Manner(singly=step == 1)
+    return Manner(_OTHERWISE)
+
+
+def _in_parts(model: Any, probe: Inputs, other: Inputs, step: int) -> list[tuple[int, torch.Tensor]]:
+    """The logits of half a prompt, and of its other half by steps of so many tokens; each with its first token."""
+    half = len(probe) // 2
+    cache, between = (compat.complete_cache(compat.text_config(model)) for _ in range(2))
+    parts = [(0, feed(model, cache, probe, 0, half, logits=True))]
+    feed(model, between, other, 0, len(other))
+    parts += [
+        (first, feed(model, cache, probe, first, first + step, logits=True)) for first in range(half, len(probe), step)
     ]
-    deep = pairs[len(pairs) // 2 :]  # the first layer's rows have seen nothing but their own token
-    return bool(row_errors(deep).median() <= limit_for(model, deep[0][1].dtype) / 4)
+    return [(first, part) for first, part in parts if part is not None]
 
 
 def prove(model: Any, cache: Any, inputs: Inputs, stored: StoredRow) -> str | None:

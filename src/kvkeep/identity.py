@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvkeep.errors import InvalidRequestError
 from kvkeep.fingerprint import (
@@ -22,6 +22,8 @@ from kvkeep.forks import renew_after_fork
 from kvkeep.keys import digest_fields, model_digest
 from kvkeep.records import Identity
 
+_Answer = TypeVar("_Answer")
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
@@ -33,7 +35,7 @@ class _Known:
     weights: str
     length_rule: LengthRule | None
     fields: Mapping[str, str]
-    forward: list[bool]  # whether it reads forward alone, once that has been asked
+    answers: dict[Any, Any]  # what it was asked, and said
 
 
 class LiveIdentity:
@@ -80,15 +82,16 @@ class LiveIdentity:
         """How the frequencies of the model, as it was last hashed, depend on the length."""
         return None if self._known is None else self._known.length_rule
 
-    def reads_forward(self, probe: Callable[[Any], bool]) -> bool:
-        """What ``probe`` says of the model, asked once for each state of it."""
+    def asked(self, question: Callable[[Any], _Answer]) -> _Answer:
+        """What ``question`` says of the model, asked once for each state of it."""
         self.current()
         known = self._known
         if known is None:
-            return probe(self.model())
-        if not known.forward:
-            known.forward.append(probe(self.model()))
-        return known.forward[0]
+            return question(self.model())
+        if question not in known.answers:
+            known.answers[question] = question(self.model())
+        answer: _Answer = known.answers[question]
+        return answer
 
     def fields(self) -> Mapping[str, str]:
         """What the configuration of the model, as it was last hashed, is made of, by name."""
@@ -124,4 +127,4 @@ class LiveIdentity:
             tokenizer=self._tokenizer,
             model=model_digest(weights, parts.config, parts.adapters, parts.dtypes),
         )
-        return _Known(watch, hooks, identity, parts.weights, length_rule(model), parts.fields, [])
+        return _Known(watch, hooks, identity, parts.weights, length_rule(model), parts.fields, {})

@@ -41,7 +41,7 @@ class Inputs:
 
     ids: TokenIds
     media: tuple[Media, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: tuple[_Rows, ...] = ()
     types: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -53,10 +53,10 @@ class Inputs:
         """What decides the KV of the prompt."""
         return Prefix(self.ids, self.media)
 
-    def between(self, begin: int, end: int) -> dict[str, Any]:
+    def between(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         """The media inputs of the items that begin at tokens [begin, end)."""
         wanted = [rows for one, rows in zip(self.media, self.rows, strict=True) if begin <= one.start < end]
-        found: dict[str, Any] = {}
+        found: dict[str, torch.Tensor] = {}
         for name, value in self.values.items():
             spans = [rows[name] for rows in wanted if name in rows]
             if spans:
@@ -85,7 +85,7 @@ class Inputs:
 
     def on(self, device: torch.device) -> Inputs:
         """The same inputs on a device."""
-        values = {n: value.to(device) if isinstance(value, torch.Tensor) else value for n, value in self.values.items()}
+        values = {name: value.to(device) for name, value in self.values.items()}
         types = {name: value.to(device) for name, value in self.types.items()}
         return Inputs(self.ids, self.media, values, self.rows, types)
 
@@ -105,10 +105,11 @@ def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
             f"the prompt comes with {', '.join(unknown)}, which decide KV beside the token ids in a way that is not "
             "known: such prompts cannot be looked up and stored"
         )
-    values = dict(extras)
+    values: dict[str, torch.Tensor] = {}
     found: list[tuple[Media, _Rows]] = []
     for kind, placeholders in tokens.items():
-        inputs = {name: values.pop(name) for name in compat.MEDIA_INPUTS[kind] if name in values}
+        inputs = {name: _tensor(name, extras[name]) for name in compat.MEDIA_INPUTS[kind] if name in extras}
+        values |= inputs
         runs = list(_runs(ids, placeholders))
         if inputs and not runs:
             raise UnsupportedRequestError(f"{', '.join(sorted(inputs))} came with a prompt that has no place for them")
@@ -122,7 +123,7 @@ def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
     taken = [(one.start, one.end) for one, _ in found]
     found += [(one, {}) for one in _other_types(types, taken)]
     found.sort(key=lambda item: (item[0].start, item[0].kind))
-    return Inputs(ids, tuple(one for one, _ in found), extras, tuple(rows for _, rows in found), types)
+    return Inputs(ids, tuple(one for one, _ in found), values, tuple(rows for _, rows in found), types)
 
 
 def input_device(model: Any) -> torch.device:
@@ -156,15 +157,14 @@ def _runs(ids: TokenIds, placeholders: frozenset[int]) -> Iterator[tuple[int, in
 
 
 def _items(
-    kind: str, runs: _Runs, inputs: Mapping[str, Any], types: Mapping[str, torch.Tensor]
+    kind: str, runs: _Runs, tensors: Mapping[str, torch.Tensor], types: Mapping[str, torch.Tensor]
 ) -> list[tuple[Media, _Rows]]:
     if not runs:
         return []
-    tensors = {name: _tensor(name, value) for name, value in inputs.items()}
     parts = _rows_of_each(runs, tensors)
     if parts is None:
         runs = [(runs[0][0], runs[-1][1])]
-        parts = [{name: (0, len(value)) for name, value in inputs.items()}]
+        parts = [{name: (0, len(tensor)) for name, tensor in tensors.items()}]
     digests = tensor_digests(
         {
             (number, name): tensor

@@ -41,13 +41,13 @@ def prefill(
         UnsupportedCacheError: if the model did not fill the cache it was given.
     """
     check_known(model, inputs.ids)
-    cache = compat.complete_cache()
+    cache = compat.complete_cache(compat.text_config(model))
     total = len(inputs) if tokens is None else tokens
     for begin, end in passes(inputs, total, chunk):
         feed(model, cache, inputs, begin, end)
         if progress is not None:
             progress(end)
-    if compat.cached_tokens(cache) != total:
+    if compat.counts_tokens(cache) and compat.cached_tokens(cache) != total:
         raise UnsupportedCacheError(
             f"{type(model).__name__} left {compat.cached_tokens(cache)} tokens in the cache it was given for {total}"
         )
@@ -74,23 +74,32 @@ def check_known(model: Any, ids: TokenIds) -> None:
         raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
 
 
-def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int) -> None:
+def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits: bool = False) -> torch.Tensor | None:
     """Extend a cache of ``begin`` tokens to ``end`` in one forward pass, without dropout and without gradients.
+
+    Returns:
+        With ``logits`` those of all these tokens, [1, tokens, vocabulary], if the model has any.
 
     Raises:
         InvalidPromptError: if a model for media refuses the prompt.
     """
-    once = {"logits_to_keep": 1} if compat.takes(model, "logits_to_keep") else {}
+    once = {"logits_to_keep": 0 if logits else 1} if compat.takes(model, "logits_to_keep") else {}
     with _evaluating(model), torch.no_grad():
         if not compat.media_tokens(model):
             device = input_device(model)
             arguments = {compat.forward_cache_argument(model): cache, "use_cache": True, **once}
-            model(input_ids=inputs.tensor(device, begin, end), **arguments)
-            return
+            if compat.takes(model, "position_ids"):  # as generate does; some models would count from 0 again
+                arguments["position_ids"] = torch.arange(begin, end, device=device)[None]
+            return _logits(model(input_ids=inputs.tensor(device, begin, end), **arguments))
         try:
-            model(**_with_media(model, cache, inputs, begin, end, once))
+            return _logits(model(**_with_media(model, cache, inputs, begin, end, once)))
         except (ValueError, IndexError, StopIteration) as error:
             raise InvalidPromptError(f"the model does not take this prompt: {error}") from error
+
+
+def _logits(outputs: Any) -> torch.Tensor | None:
+    found = getattr(outputs, "logits", None)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _with_media(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, others: dict[str, Any]) -> dict[str, Any]:

@@ -243,9 +243,19 @@ def _read_mapping(inputs: Mapping[str, Any], kind: Literal["text", "messages", "
         for name, value in inputs.items()
         if name not in ("input_ids", "attention_mask") and (kind == "mapping" or not _says_nothing(name, value))
     }
+    if kind != "mapping":  # rendered here, where nobody could ask for tensors
+        extras = {name: _as_tensor(value) for name, value in extras.items()}
     prompt = Prompt(read_ids(inputs["input_ids"]), extras, kind)
     mask = inputs.get("attention_mask")
     return prompt if mask is None else _cut(prompt, _left_padding(mask, len(prompt.ids)), len(prompt.ids))
+
+
+def _as_tensor(value: Any) -> Any:
+    """A value as a tensor, or as it is where it is none."""
+    try:
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError):
+        return value
 
 
 def _says_nothing(name: str, value: Any) -> bool:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvkeep import compat
-from kvkeep.compat import LayerPlan
 from kvkeep.drafting import describe, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.guard import objection_to, prove, reads_forward, rows_of_layer
+from kvkeep.guard import manner_of, objection_to, prove, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs
-from kvkeep.layouts import LayerState, describe_layers, plan_layers, sliding_start
+from kvkeep.layouts import LayerPlan, LayerState, describe_prefilled, plan_layers, sliding_start
 from kvkeep.prefill import CHUNK, check_known, prefill
+from kvkeep.prefixes import uncut
 from kvkeep.records import Entry
 from kvkeep.storage.entries import Draft
 
@@ -37,7 +37,12 @@ def warm(
     inputs: Inputs,
     progress: Callable[[int, int], None] | None,
 ) -> Entry:
-    """Prefill and store these inputs, unless they are stored already; one process does it, the others wait for it."""
+    """Prefill and store these inputs, unless they are stored already; one process does it, the others wait for it.
+
+    State that is valid behind one token only is kept before the last one: so it serves this very prompt, too.
+    """
+    if any(plan.snapshot for plan in plan_layers(compat.text_config(live.model()))):
+        inputs = inputs.first(uncut(inputs.media, len(inputs) - 1) or len(inputs))
     key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
     entry = store.get(key.hash)
     if entry is None:
@@ -60,7 +65,7 @@ def _prefill(
     report = None if progress is None else lambda done: progress(done, total)
     cache = prefill(model, inputs, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
-    states = describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, total, slack=SLACK)
+    states = describe_prefilled(cache, plans, total, slack=SLACK)
     return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
 
 
@@ -103,11 +108,9 @@ def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:
             f"that KV of {length} tokens would serve no other prompt: store a shorter prefix"
         )
     plans = plan_layers(compat.text_config(model))
-    if not live.reads_forward(reads_forward):
-        raise UnsupportedCacheError(
-            f"{type(model).__name__} lets the tokens of a prompt see those behind them, or places them by what they "
-            "are: KV of a prefix serves no longer prompt"
-        )
+    objection = live.asked(manner_of).objection
+    if objection is not None:
+        raise UnsupportedCacheError(f"{type(model).__name__} {objection}")
     return plans
 
 
@@ -128,10 +131,14 @@ def _objection(
     """
     check_known(model, inputs.ids)
     last = len(inputs) - 1
-    if inputs.media:
-        computed = prefill(model, inputs, chunk=chunk).layers
-        every = [_pairs(state, new.keys, new.values) for state, new in zip(states, computed, strict=True)]
-        return objection_to(model, [pair for pairs in every for pair in pairs])
+    if inputs.media or not all(plan.plain for plan in plans):
+        computed = describe_prefilled(prefill(model, inputs, chunk=chunk), plans, len(inputs), slack=len(inputs))
+        pairs = []
+        for number, (new, old) in enumerate(zip(computed, states, strict=True)):
+            if (new.record.tensors, new.record.scalars) != (old.record.tensors, old.record.scalars):
+                return f"layer {number} holds other tensors than the model's own"
+            pairs += _pairs(new.tensors, new.record.first, old)
+        return objection_to(model, pairs)
     row = [{role: rows[:, -1:] for role, rows in state.tensors.items()} for state in states]
     if not last:
         return prove(model, _before(model, states, plans, 0), inputs, row)
@@ -145,16 +152,28 @@ def _objection(
         whole = len(states) - 1 if whole is None else whole  # the deepest layer depends on the most ids
         cache = prefill(model, inputs, tokens=last, chunk=chunk)
         keys, values = cache.layers[whole].keys, cache.layers[whole].values
-    return objection_to(model, _pairs(states[whole], keys, values)) or prove(model, cache, inputs, row)
+    pairs = _pairs({"keys": keys[0], "values": values[0]}, 0, states[whole])
+    return objection_to(model, pairs) or prove(model, cache, inputs, row)
 
 
-def _pairs(state: LayerState, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Computed rows [1, heads, tokens, dim] with the stored ones of the same tokens, as far as both go."""
-    first, tokens = state.record.first, keys.shape[2]
-    return [
-        (new[0, :, first:].transpose(0, 1), state.tensors[role][:, : tokens - first].transpose(0, 1))
-        for role, new in (("keys", keys), ("values", values))
-    ]
+def _pairs(
+    computed: Mapping[str, torch.Tensor], first: int, stored: LayerState
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One layer's tensors as :func:`~kvkeep.guard.row_errors` takes them; computed rows start at ``first``.
+
+    Rows are compared as far as both are there.
+    """
+    pairs = []
+    for role, old in stored.tensors.items():
+        new = computed[role]
+        if stored.record.tensors[role] == "rows":
+            begin = max(first, stored.record.first)
+            new, old = new[:, begin - first :], old[:, begin - stored.record.first :]
+            rows = min(new.shape[1], old.shape[1])
+            pairs.append((new[:, :rows].transpose(0, 1), old[:, :rows].transpose(0, 1)))
+        else:
+            pairs.append((new.reshape(1, 1, -1), old.reshape(1, 1, -1)))
+    return pairs
 
 
 def _before(model: Any, states: Sequence[LayerState], plans: Sequence[LayerPlan], tokens: int) -> Any:

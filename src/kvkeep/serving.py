@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +12,25 @@ from kvkeep.catalog import Obstacle
 from kvkeep.drafting import differing_fields
 from kvkeep.errors import KvkeepError, UnsupportedRequestError
 from kvkeep.generation import Served
-from kvkeep.guard import prove
+from kvkeep.guard import manner_of, prove
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device
 from kvkeep.layouts import Buffers, fill_cache
 from kvkeep.matching import can_trim
+from kvkeep.prefill import feed
 from kvkeep.records import GenerateReport, Identity, Match
 from kvkeep.storage.entries import EntryFile
 from kvkeep.storage.index import Row
+from kvkeep.storage.rows import has_snapshots
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
 
 _ROOM = 256
 """New tokens that room is made for at most; beyond that a layer grows as transformers lets it."""
+
+_STEP_COST = 8
+"""Tokens of a prefill that take about as long as one token fed alone."""
 
 _NAMED = 5
 """How many configuration fields a reason names."""
@@ -74,9 +79,6 @@ class Serving:
         def use(file: EntryFile, tokens: int) -> None:
             nonlocal served
 
-            def read(number: int, first: int, last: int, targets: Buffers, behind: Buffers | None) -> None:
-                file.read_rows("layers", number, first, last, targets, behind)
-
             meta, tensors, rule = file.header.meta, file.header.tensors, self._live.length_rule()
             watched = guard and can_trim(meta, tokens - 1)
             if rule is not None and rule.obstacle(meta.end, tokens - 1, total) is not None:
@@ -84,10 +86,11 @@ class Serving:
             held = tokens - 1 if watched else tokens
             devices = compat.layer_devices(model, len(meta.layers))
             room = total - held + min(new_tokens, _ROOM) if new_tokens else 0
-            row = fill_cache(cache, meta, tensors, held, read, devices, next_row=watched, room=room)
-            served = Served(_miss(None), held, row, file.identity)
+            row = fill_cache(cache, meta, tensors, held, _Layers(file), devices, next_row=watched, room=room)
+            served = Served(_miss(None), held, held, row, file.identity, has_snapshots(meta))
             self._compare_attention(meta.recorded.get("attention"))
 
+        steps = 0
         try:
             identity = self._live.current()
             refused, obstacle = self._refused(total), self._obstacle(total)
@@ -95,6 +98,7 @@ class Serving:
                 return Served(_miss(refused))
             match = self._store.serve(identity, inputs.prefix, limit=total - 1, use=use, obstacle=obstacle)
             match = self._named(match, identity, inputs)
+            steps = self._steps(served, total) if match and new_tokens else 0
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             return Served(_miss(f"identity: {error}"))
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
@@ -102,7 +106,21 @@ class Serving:
                 raise
             log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self._store.path, error)
             return Served(_miss(f"error: {type(error).__name__}: {error}"))
-        return replace(served, match=match) if match else Served(match)
+        if not match:
+            return Served(match)
+        if steps * _STEP_COST > served.held:
+            compat.empty_cache(cache)
+            return Served(
+                _miss(f"layout: {type(model).__name__} goes on from a cache one token at a time, {steps} times")
+            )
+        for at in range(served.held, served.held + steps):
+            feed(model, cache, inputs, at, at + 1)
+        return replace(served, match=match, cached=served.held + steps)
+
+    def _steps(self, served: Served, total: int) -> int:
+        """How many tokens of the prompt must be fed one by one before ``generate`` feeds the last."""
+        between = total - 1 - served.held
+        return between if between and served.snapshots and self._live.asked(manner_of).singly else 0
 
     def _named(self, match: Match, identity: Identity, inputs: Inputs) -> Match:
         """A miss because of another configuration, with the names of what differs in it."""
@@ -167,6 +185,8 @@ class Serving:
             return whole, Served(self.refuted(served, objection))
         if not served.match:
             return whole, served
+        if not compat.counts_tokens(cache) or self._steps(served, len(inputs)):
+            return whole, Served(_miss("layout: generate would feed what a given cache of this kind holds once more"))
         others: dict[str, Any] | None = {}
         if compat.media_tokens(model):
             others = compat.continued_inputs(
@@ -195,6 +215,19 @@ class Serving:
         except (KvkeepError, OSError) as error:  # the caller's work goes on
             log.warning("kvkeep: a wrong entry (%s) could not be set aside: %s", why, error)
         return _miss(f"guard: {why}; the entry is set aside")
+
+
+class _Layers:
+    """The layers of an open entry, as :func:`~kvkeep.layouts.fill_cache` reads them."""
+
+    def __init__(self, file: EntryFile) -> None:
+        self._file = file
+
+    def rows(self, layer: int, first: int, last: int, targets: Buffers, behind: Buffers | None) -> None:
+        self._file.read_rows("layers", layer, first, last, targets, behind)
+
+    def snapshots(self, layer: int, targets: Mapping[str, memoryview]) -> None:
+        self._file.read_snapshots("layers", layer, targets)
 
 
 def _miss(reason: str | None) -> Match:

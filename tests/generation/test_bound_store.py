@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from elsewhere import forking, run_elsewhere
 from tiny_models import VOCABULARY, build_tiny
 from transformers import DynamicCache, StaticCache
 
@@ -30,6 +28,8 @@ from kvkeep.errors import (
 )
 
 PREFIX = 300
+ASKED = 20
+"""Tokens by which a model is asked, once, whether it goes on from a cache as it should."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,8 @@ def forwards(model: Any, work: Any) -> int:
 def test_warm_prefills_once_ever(model: Any, kv: BoundStore) -> None:
     ids = random_ids(PREFIX)
     steps: list[tuple[int, int]] = []
-    assert forwards(model, lambda: kv.warm(ids, progress=lambda done, total: steps.append((done, total)))) == PREFIX
+    fed = forwards(model, lambda: kv.warm(ids, progress=lambda done, total: steps.append((done, total))))
+    assert fed == PREFIX + ASKED
     assert steps == [(PREFIX, PREFIX)]
     first = kv.warm(ids)
     assert (first.tokens, first.start, first.end, first.parent) == (PREFIX, 0, PREFIX, None)
@@ -119,13 +120,6 @@ def test_removing_an_entry_removes_its_names(kv: BoundStore) -> None:
         kv.store.entry("greeting")
 
 
-def forking() -> Any:
-    """Fresh processes that have torch imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny_models", "kvkeep.bound", "transformers.models.llama.modeling_llama"])
-    return context
-
-
 def _warm_in_child(path: str, barrier: Any, queue: Any) -> None:
     torch.set_num_threads(1)
     model = build_tiny("llama")
@@ -147,7 +141,7 @@ def test_several_processes_prefill_one_prefix_once(tmp_path: Path) -> None:
     results = [queue.get(timeout=180) for _ in children]
     for child in children:
         child.join(60)
-    assert sorted(fed for fed, _, _ in results) == [0, 0, 0, 1500]
+    assert sorted(fed for fed, _, _ in results) == [0, 0, 0, 1500 + ASKED]
     assert len({key for _, key, _ in results}) == 1
     assert {tokens for _, _, tokens in results} == {1499}
 
@@ -249,14 +243,8 @@ def test_a_process_with_another_hash_seed_agrees(kv: BoundStore) -> None:
         "model = build_tiny('llama'); print(CacheStore(sys.argv[2]).bind(model).lookup(ids).entry.key)"
     )
     here = str(Path(__file__).parent.parent)
-    found = subprocess.run(
-        [sys.executable, "-c", code, here, str(kv.store.path)],
-        env={**os.environ, "PYTHONHASHSEED": "77"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert found.stdout.strip() == key
+    (printed,) = run_elsewhere(code, [here, kv.store.path])
+    assert printed.strip() == key
 
 
 # --- read-only ---
@@ -405,15 +393,16 @@ def test_odd_prompts_are_refused(model: Any, kv: BoundStore) -> None:
         kv.warm(pictured)
 
 
-def test_a_model_whose_layers_are_unknown_is_served_by_generate_and_refused_by_warm(tmp_path: Path) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
+def test_a_model_with_state_of_its_own_is_served_by_generate_and_refused_by_warm(tmp_path: Path) -> None:
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
-    kv = CacheStore(tmp_path / "store").bind(mamba)
-    with pytest.raises(UnsupportedCacheError):
+    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
+    rwkv = RwkvForCausalLM(config).eval()
+    kv = CacheStore(tmp_path / "store").bind(rwkv)
+    with pytest.raises(UnsupportedCacheError, match="RwkvForCausalLM keeps its state in no cache that it is given"):
         kv.warm([3, 4, 5])
     ids = torch.tensor([[3, 4, 5, 6]])
-    control = mamba.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    control = rwkv.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
     assert torch.equal(kv.generate(ids, max_new_tokens=3, do_sample=False), control)
     assert kv.last_report is not None
     assert kv.last_report.reused_tokens == 0

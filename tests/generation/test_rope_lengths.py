@@ -72,8 +72,11 @@ def test_the_rules_are_read_from_the_live_model() -> None:
     assert length_rule(build_tiny("gemma3")) is None
 
 
-@pytest.mark.parametrize("stored", [20, 31, 32, 33, 34, 50])
-@pytest.mark.parametrize("prompt", [25, 32, 33, 34, 36, 60])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("stored", [20, pytest.param(31, marks=SLOW), 32, 33, pytest.param(34, marks=SLOW), 50])
+@pytest.mark.parametrize("prompt", [25, 32, 33, 34, pytest.param(36, marks=SLOW), 60])
 def test_longrope_serves_each_side_of_the_switch_with_its_own(tmp_path: Path, stored: int, prompt: int) -> None:
     ids = random_ids(60)
     model = phi3()

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, StaticCache
 from transformers import cache_utils as _cache_utils
 
+
+def _layers(*names: str) -> tuple[Any, ...]:
+    """Those of these classes that this version has."""
+    return tuple(getattr(_cache_utils, name) for name in names if hasattr(_cache_utils, name))
+
+
 DYNAMIC_LAYER = _cache_utils.DynamicLayer
 DYNAMIC_SLIDING_LAYER = _cache_utils.DynamicSlidingWindowLayer
 STATIC_LAYER = _cache_utils.StaticLayer
 # 4.57 has old names for the same layer, as trivial subclasses.
-STATIC_SLIDING_LAYERS = tuple(
-    getattr(_cache_utils, name)
-    for name in ("StaticSlidingWindowLayer", "SlidingWindowLayer", "ChunkedSlidingLayer")
-    if hasattr(_cache_utils, name)
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """What the model's configuration says of one cache layer: its kind and, for sliding ones, the window."""
-
-    kind: str
-    window: int = 0
-
-
-def layer_plans(config: Any) -> tuple[LayerPlan | str, ...]:
-    """One plan a layer, or the class name of a layer that is neither full nor sliding attention."""
-    plans: list[LayerPlan | str] = []
-    for layer in DynamicCache(config=config).layers:
-        if type(layer) is DYNAMIC_LAYER:
-            plans.append(LayerPlan("full"))
-        elif type(layer) is DYNAMIC_SLIDING_LAYER and layer.sliding_window > 1:  # with 1, transformers keeps all rows
-            plans.append(LayerPlan("sliding", int(layer.sliding_window)))
-        else:
-            plans.append(type(layer).__name__)
-    return tuple(plans)
+STATIC_SLIDING_LAYERS = _layers("StaticSlidingWindowLayer", "SlidingWindowLayer", "ChunkedSlidingLayer")
+INDEXED_LAYERS = _layers("DynamicIndexedLayer")
+LINEAR_LAYERS = _layers("LinearAttentionLayer")
+DUMMY_LAYERS = _layers("DummyLayer")
+# Layers that have a linear attention's state beside what another class keeps.
+HYBRID_LAYERS: dict[type, type] = {
+    hybrid: attention
+    for name, attention in (
+        ("LinearAttentionAndFullAttentionLayer", DYNAMIC_LAYER),
+        ("LinearAttentionAndSlidingWindowAttentionLayer", DYNAMIC_SLIDING_LAYER),
+        ("LinearAttentionAndStaticFullAttentionLayer", STATIC_LAYER),
+        ("LinearAttentionAndStaticSlidingWindowAttentionLayer", STATIC_SLIDING_LAYERS[0]),
+    )
+    for hybrid in _layers(name)
+}
 
 
 def dynamic_cache(config: Any) -> DynamicCache:
@@ -52,9 +46,29 @@ def static_cache(config: Any, max_cache_len: int) -> StaticCache:
     return StaticCache(config=config, max_cache_len=max_cache_len)
 
 
-def complete_cache() -> DynamicCache:
+def complete_cache(config: Any) -> DynamicCache:
     """An empty cache that keeps every row of every layer, sliding ones too; a prefill into it can be cut anywhere."""
-    return DynamicCache()
+    cache = DynamicCache(config=config)
+    if all(type(layer) in (DYNAMIC_LAYER, DYNAMIC_SLIDING_LAYER) for layer in cache.layers):
+        return DynamicCache()
+    cache.layers[:] = [_dynamic_layer() if type(layer) is DYNAMIC_SLIDING_LAYER else layer for layer in cache.layers]
+    return cache
+
+
+def _dynamic_layer() -> Any:
+    make: Any = DYNAMIC_LAYER  # untyped in one version
+    return make()
+
+
+def counts_tokens(cache: Any) -> bool:
+    """Whether some layer knows how many tokens the cache has seen; a state of linear attention alone does not."""
+    return any(hasattr(layer, "get_seq_length") for layer in cache.layers) or not cache.layers
+
+
+def is_used(cache: Any) -> bool:
+    """Whether anything was ever put into a cache."""
+    states = (getattr(layer, "has_previous_state", {}) for layer in cache.layers)
+    return cached_tokens(cache) > 0 or any(any(seen.values()) for seen in states)
 
 
 def is_offloaded(cache: Any) -> bool:
@@ -88,7 +102,7 @@ def empty_cache(cache: Any) -> None:
         if isinstance(layer, DYNAMIC_LAYER):
             layer.keys = layer.values = None
             layer.is_initialized = False
-        elif layer.is_initialized:
+        elif getattr(layer, "is_initialized", False):
             set_static_length(layer, 0)
 
 
@@ -115,8 +129,8 @@ def keeps_row(layer: Any, behind: int) -> bool:
 
 
 def seen_tokens(layer: Any) -> int:
-    """How many tokens a layer has seen, 0 for one that was never filled."""
-    return int(layer.get_seq_length()) if layer.is_initialized else 0
+    """How many tokens a layer has seen, 0 for one that was never filled or does not count."""
+    return int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") and layer.is_initialized else 0
 
 
 def cached_tokens(cache: Any) -> int:

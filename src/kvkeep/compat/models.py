@@ -33,12 +33,6 @@ def attention_implementation(model: Any) -> str:
     return str(getattr(model.config, "_attn_implementation", None) or "unknown")
 
 
-def is_plain_causal(model: Any) -> bool:
-    """Whether the configuration is that of a text model alone, and names no attention to what follows."""
-    config = text_config(model)
-    return config is model.config and not getattr(config, "use_bidirectional_attention", None)
-
-
 def has_experts(model: Any) -> bool:
     """Whether the model sends each token to some of many experts."""
     config = text_config(model)

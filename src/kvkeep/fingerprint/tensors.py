@@ -99,7 +99,7 @@ def _row_major(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
         return tensor.view(-1)[first:last].cpu()
     row = tensor[0].numel()
     top, bottom = first // row, -(-last // row)
-    return tensor[top:bottom].cpu().reshape(-1)[first - top * row : last - top * row]
+    return tensor[top:bottom].cpu().reshape(-1)[first - top * row : last - top * row].contiguous()
 
 
 def _hash(pieces: list[_Piece], threads: int | None) -> list[bytes]:

@@ -1,16 +1,19 @@
 """How each kind of cache layer is described, allocated and finished, and the table that says which is which."""
 
 from kvkeep.layouts.attention import sliding_start
-from kvkeep.layouts.base import LayerCodec, LayerState
+from kvkeep.layouts.base import LayerCodec, LayerPlan, LayerState
 from kvkeep.layouts.cachemap import (
     DTYPE_NAMES,
     Buffers,
+    LayerReader,
     cached_row,
     describe_cache,
     describe_layers,
+    describe_prefilled,
     fill_cache,
     head_buffers,
     plan_layers,
+    whole_buffer,
 )
 from kvkeep.layouts.registry import codec_for, register_layer_codec
 
@@ -18,14 +21,18 @@ __all__ = [
     "DTYPE_NAMES",
     "Buffers",
     "LayerCodec",
+    "LayerPlan",
+    "LayerReader",
     "LayerState",
     "cached_row",
     "codec_for",
     "describe_cache",
     "describe_layers",
+    "describe_prefilled",
     "fill_cache",
     "head_buffers",
     "plan_layers",
     "register_layer_codec",
     "sliding_start",
+    "whole_buffer",
 ]

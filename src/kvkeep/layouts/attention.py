@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from kvkeep import compat
-from kvkeep.compat import LayerPlan
 from kvkeep.entry_format import LayerRecord
-from kvkeep.layouts.base import Empty, LayerState
+from kvkeep.layouts.base import Empty, LayerPlan, LayerState
 
 
 def attention_state(
@@ -48,6 +47,14 @@ def attention_state(
     return LayerState(record, {"keys": keys[0].detach(), "values": values[0].detach()})
 
 
+def plan_of_window(layer: Any) -> LayerPlan:
+    """The plan of a layer of full or sliding attention, which has the window at ``sliding_window``."""
+    window = int(getattr(layer, "sliding_window", 0) or 0)
+    if window == 1:
+        raise ValueError("a window of 1, of which transformers keeps all rows")
+    return LayerPlan("sliding", window) if window else LayerPlan("full")
+
+
 def sliding_start(plan: LayerPlan, length: int) -> int:
     """The first position whose row a layer needs to continue after ``length`` tokens."""
     return max(0, length - (plan.window - 1)) if plan.kind == "sliding" else 0
@@ -66,6 +73,9 @@ def _check_rows(record: LayerRecord, first: int, last: int) -> tuple[int, int]:
 class DynamicCodec:
     """``DynamicLayer`` and ``DynamicSlidingWindowLayer``: tensors that every update replaces."""
 
+    def plan(self, layer: Any) -> LayerPlan:
+        return plan_of_window(layer)
+
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
         return attention_state(layer.keys, layer.values, plan, length - layer.keys.shape[-2], length)
 
@@ -76,11 +86,11 @@ class DynamicCodec:
         return _check_rows(record, max(0, tokens - (window - 1)) if window else 0, tokens)
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
+        self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
-        return {role: empty(like) for role, like in rows.items()}
+        return {role: empty(like) for role, like in likes.items()}
 
-    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
         compat.fill_dynamic(layer, filled["keys"][None], filled["values"][None], tokens)
 
     def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:
@@ -89,6 +99,9 @@ class DynamicCodec:
 
 class StaticCodec:
     """``StaticLayer``: a buffer for every token there will be, written in place."""
+
+    def plan(self, layer: Any) -> LayerPlan:
+        return LayerPlan("full")
 
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
         return attention_state(layer.keys[:, :, :length], layer.values[:, :, :length], plan, 0, length)
@@ -99,11 +112,11 @@ class StaticCodec:
         return _check_rows(record, 0, tokens)
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
+        self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
-        return {role: buffer[0, :, :tokens] for role, buffer in _buffers(layer, rows, device).items()}
+        return {role: buffer[0, :, :tokens] for role, buffer in _buffers(layer, likes, device).items()}
 
-    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
         compat.set_static_length(layer, tokens)
 
     def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:
@@ -112,6 +125,9 @@ class StaticCodec:
 
 class StaticSlidingCodec:
     """``StaticSlidingWindowLayer``: a buffer of one window, of which the oldest slot is never read again."""
+
+    def plan(self, layer: Any) -> LayerPlan:
+        return plan_of_window(layer)
 
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
         held = min(length, layer.max_cache_len)
@@ -128,15 +144,15 @@ class StaticSlidingCodec:
         return _check_rows(record, max(oldest, min(record.first, oldest + (tokens >= window))), tokens)
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
+        self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
         held = min(tokens, layer.max_cache_len)
         return {
-            role: buffer[0, :, held - rows[role].shape[1] : held]
-            for role, buffer in _buffers(layer, rows, device).items()
+            role: buffer[0, :, held - likes[role].shape[1] : held]
+            for role, buffer in _buffers(layer, likes, device).items()
         }
 
-    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
         compat.set_static_length(layer, tokens)
 
     def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:

@@ -8,15 +8,37 @@ from typing import Any, Protocol
 
 import torch
 
-from kvkeep.compat import LayerPlan
 from kvkeep.entry_format import LayerRecord
 
 Empty = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What one cache layer of a model is: its kind and, for sliding ones, the window.
+
+    Attributes:
+        kind: the layer kind.
+        window: how many tokens it looks back at, 0 for all.
+        snapshot: whether it holds state that is valid behind its last token only.
+    """
+
+    kind: str
+    window: int = 0
+    snapshot: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the layer is attention with keys and values, and nothing more."""
+        return self.kind in ("full", "sliding")
+
+
+@dataclass(frozen=True, slots=True)
 class LayerState:
-    """A live layer as it will be stored: its record, and the tensors by role, each [heads, rows, dim]."""
+    """A live layer as it will be stored: its record, and the tensors by role.
+
+    Those that are stored as rows are [heads, rows, dim], snapshots have any shape.
+    """
 
     record: LayerRecord
     tensors: Mapping[str, torch.Tensor]
@@ -28,6 +50,9 @@ class LayerCodec(Protocol):
     The same layer kind may be kept by several classes (a dynamic and a static one, say): their codecs write and read
     the same records, which is what makes an entry loadable into either.
     """
+
+    def plan(self, layer: Any) -> LayerPlan:
+        """What an empty layer of the class will keep. Raises ``ValueError`` if that is nothing that can be kept."""
 
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
         """Describe a layer that has seen ``length`` tokens of one sequence.
@@ -42,15 +67,15 @@ class LayerCodec(Protocol):
         """
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
+        self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
-        """Destinations for the wanted rows, each [heads, rows, dim] with every head contiguous, on ``device``.
+        """Destinations for the wanted rows and the snapshots, on ``device``.
 
-        ``rows`` holds a meta tensor of that shape and dtype for each role; ``empty`` makes a new tensor on ``device``
-        like one of them.
+        ``likes`` holds for each role a meta tensor of the shape and dtype that is wanted. Of rows, [heads, rows, dim],
+        every head must be contiguous, and a snapshot altogether; ``empty`` makes a new tensor on ``device`` like one.
         """
 
-    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
         """Make the layer continue after ``tokens`` tokens, now that its destinations are filled."""
 
     def row(self, layer: Any, position: int, seen: int) -> Mapping[str, torch.Tensor] | None:

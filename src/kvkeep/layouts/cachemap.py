@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from kvkeep import compat
-from kvkeep.compat import LayerPlan
 from kvkeep.entry_format import EntryMeta, LayerRecord, TensorSpec, tensor_name
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
 from kvkeep.layouts.arena import Arena
 from kvkeep.layouts.attention import attention_state
-from kvkeep.layouts.base import LayerCodec, LayerState
+from kvkeep.layouts.base import LayerCodec, LayerPlan, LayerState
 from kvkeep.layouts.registry import codec_for
 from kvkeep.layouts.roomy import RoomyLayer, with_room
 
 Buffers = Mapping[str, Sequence[memoryview]]
-ReadRows = Callable[[int, int, int, Buffers, Buffers | None], None]
-"""``read(layer, first, last, targets, behind)`` fills the buffers, one a head, with rows [first, last) of the layer,
-and the buffers of ``behind`` with the row that follows."""
+
+
+class LayerReader(Protocol):
+    """Reads what an entry stores of its layers."""
+
+    def rows(self, layer: int, first: int, last: int, targets: Buffers, behind: Buffers | None) -> None:
+        """Fill the buffers, one a head, with rows [first, last), and those of ``behind`` with the row that follows."""
+
+    def snapshots(self, layer: int, targets: Mapping[str, memoryview]) -> None:
+        """Fill the buffers with the layer's snapshots, all of them."""
+
 
 _WORTH_AN_ARENA = 1 << 20
 
@@ -32,6 +39,10 @@ _TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
@@ -42,13 +53,18 @@ def plan_layers(config: Any) -> tuple[LayerPlan, ...]:
     Raises:
         UnsupportedCacheError: naming the first layer whose kind is not known.
     """
+    try:
+        layers = compat.dynamic_cache(config).layers
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedCacheError(f"transformers makes no cache for a {type(config).__name__}: {error}") from error
     plans = []
-    for number, plan in enumerate(compat.layer_plans(config)):
-        if isinstance(plan, str):
+    for number, layer in enumerate(layers):
+        try:
+            plans.append(codec_for(layer, number).plan(layer))
+        except (ValueError, UnsupportedCacheError):
             raise UnsupportedCacheError(
-                f"layer {number} of this model keeps its state in a {plan}, which kvkeep cannot"
-            )
-        plans.append(plan)
+                f"layer {number} of this model keeps its state in a {type(layer).__name__}, which kvkeep cannot"
+            ) from None
     return tuple(plans)
 
 
@@ -66,13 +82,28 @@ def describe_cache(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[
     states = []
     for number, (layer, codec, plan) in enumerate(zip(cache.layers, codecs, plans, strict=True)):
         seen = compat.seen_tokens(layer)
-        if seen != length:
+        if seen != length and hasattr(layer, "get_seq_length"):
             raise CacheMismatchError(f"layer {number} of the cache holds {seen} tokens where {length} were expected")
         try:
             states.append(codec.describe(layer, plan, length))
         except ValueError as error:
             raise CacheMismatchError(f"layer {number} of the cache cannot be saved: {error}") from None
     return states
+
+
+def describe_prefilled(cache: Any, plans: Sequence[LayerPlan], length: int, *, slack: int) -> list[LayerState]:
+    """Describe a cache that holds every row of ``length`` tokens, but with ``slack`` more than needed of windows.
+
+    Raises:
+        UnsupportedCacheError, CacheMismatchError: as :func:`describe_cache`.
+    """
+    if all(plan.plain for plan in plans):
+        return describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, length, slack=slack)
+    states = describe_cache(cache, plans, length)
+    return [
+        attention_state(layer.keys, layer.values, plan, state.record.first, length, slack) if plan.plain else state
+        for layer, plan, state in zip(cache.layers, plans, states, strict=True)
+    ]
 
 
 def describe_layers(
@@ -108,7 +139,7 @@ def fill_cache(
     meta: EntryMeta,
     tensors: Mapping[str, TensorSpec],
     tokens: int,
-    read: ReadRows,
+    read: LayerReader,
     devices: Sequence[torch.device],
     *,
     next_row: bool = False,
@@ -131,9 +162,12 @@ def fill_cache(
         try:
             first, last = codec.wanted(layer, meta.layers[number], tokens)
             likes = _likes(meta.layers[number], number, last - first, tensors)
+            snapshots = _snapshots(meta.layers[number], number, tensors)
+            if snapshots and tokens != meta.end:
+                raise ValueError(f"its state is valid behind token {meta.end} alone")
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
-        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, likes))
+        jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, likes, snapshots))
     arena = _arena(jobs, devices)
     behind = [job.row() for job in jobs] if next_row else None
     try:
@@ -141,8 +175,8 @@ def fill_cache(
             _fill(job, tokens, read, devices[job.number], arena, None if behind is None else behind[job.number])
             for job in jobs
         ]
-        for job, rows in zip(jobs, filled, strict=True):
-            job.codec.finish(job.layer, rows, tokens)
+        for job, held in zip(jobs, filled, strict=True):
+            job.codec.finish(job.layer, held, job.record, tokens)
         return behind
     except BaseException:
         compat.empty_cache(cache)
@@ -163,7 +197,7 @@ def cached_row(cache: Any, position: int, seen: int) -> list[Mapping[str, torch.
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One layer to be filled with rows [first, last), and a meta tensor like each destination."""
+    """One layer to be filled with rows [first, last) and snapshots, and a meta tensor like each destination."""
 
     number: int
     layer: Any
@@ -172,6 +206,7 @@ class _Job:
     first: int
     last: int
     likes: Mapping[str, torch.Tensor]
+    snapshots: Mapping[str, torch.Tensor]
 
     def row(self) -> dict[str, torch.Tensor]:
         """A place for one row of every role, [heads, 1, dim] on the CPU."""
@@ -184,11 +219,19 @@ def _likes(record: LayerRecord, number: int, rows: int, tensors: Mapping[str, Te
     likes = {}
     for role in record.roles("rows"):
         spec = tensors[tensor_name("layers", number, role)]
-        if spec.dtype not in _TORCH_DTYPES:
-            raise ValueError(f"its {role} are stored as {spec.dtype}")
-        shape = (spec.shape[0], rows, spec.shape[2])
-        likes[role] = torch.empty(shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
+        likes[role] = _like(role, spec, (spec.shape[0], rows, spec.shape[2]))
     return likes
+
+
+def _snapshots(record: LayerRecord, number: int, tensors: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    specs = {role: tensors[tensor_name("layers", number, role)] for role in record.roles("snapshot")}
+    return {role: _like(role, spec, spec.shape) for role, spec in specs.items()}
+
+
+def _like(role: str, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
+    if spec.dtype not in _TORCH_DTYPES:
+        raise ValueError(f"its {role} are stored as {spec.dtype}")
+    return torch.empty(shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
 
 
 def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | None:
@@ -217,7 +260,7 @@ def _targets(cache: Any, count: int, room: int) -> list[LayerCodec]:
 def _fill(
     job: _Job,
     tokens: int,
-    read: ReadRows,
+    read: LayerReader,
     device: torch.device,
     arena: Arena | None,
     behind: Mapping[str, torch.Tensor] | None,
@@ -227,15 +270,25 @@ def _fill(
             arena.empty(like) if arena is not None and device.type == "cpu" else torch.empty_like(like, device=device)
         )
 
-    targets = job.codec.allocate(job.layer, job.likes, tokens, device, empty)
+    targets = job.codec.allocate(job.layer, {**job.likes, **job.snapshots}, tokens, device, empty)
     staged = {role: t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for role, t in targets.items()}
-    buffers = {role: head_buffers(rows) for role, rows in staged.items()}
-    after = {role: head_buffers(rows) for role, rows in behind.items()} if behind else None
-    read(job.number, job.first - job.record.first, job.last - job.record.first, buffers, after)
+    if job.likes:
+        buffers = {role: head_buffers(staged[role]) for role in job.likes}
+        after = {role: head_buffers(rows) for role, rows in behind.items()} if behind else None
+        read.rows(job.number, job.first - job.record.first, job.last - job.record.first, buffers, after)
+    if job.snapshots:
+        read.snapshots(job.number, {role: whole_buffer(staged[role]) for role in job.snapshots})
     for role, target in targets.items():
         if target is not staged[role]:
             target.copy_(staged[role])
     return targets
+
+
+def whole_buffer(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
 def head_buffers(rows: torch.Tensor) -> list[memoryview]:

@@ -8,7 +8,10 @@ from kvkeep import compat
 from kvkeep.errors import UnsupportedCacheError
 from kvkeep.layouts.attention import DynamicCodec, StaticCodec, StaticSlidingCodec
 from kvkeep.layouts.base import LayerCodec
+from kvkeep.layouts.compressed import CompressedCodec
+from kvkeep.layouts.indexed import INDEXED, SPARSE_M3
 from kvkeep.layouts.roomy import RoomyCodec, RoomyLayer
+from kvkeep.layouts.states import HybridCodec, LinearCodec, NothingCodec
 
 _CODECS: dict[type, LayerCodec] = {
     compat.DYNAMIC_LAYER: DynamicCodec(),
@@ -17,6 +20,17 @@ _CODECS: dict[type, LayerCodec] = {
     compat.STATIC_LAYER: StaticCodec(),
     **dict.fromkeys(compat.STATIC_SLIDING_LAYERS, StaticSlidingCodec()),
 }
+_CODECS |= {hybrid: HybridCodec(_CODECS[attention]) for hybrid, attention in compat.HYBRID_LAYERS.items()}
+_CODECS |= dict.fromkeys(compat.LINEAR_LAYERS, LinearCodec())
+_CODECS |= dict.fromkeys(compat.DUMMY_LAYERS, NothingCodec())
+_CODECS |= dict.fromkeys(compat.INDEXED_LAYERS, INDEXED)
+
+_BY_NAME: dict[tuple[str, str], LayerCodec] = {
+    ("deepseek_v4", "DeepseekV4HCACache"): CompressedCodec("compressed_hca"),
+    ("deepseek_v4", "DeepseekV4CSACache"): CompressedCodec("compressed_csa"),
+    ("minimax_m3_vl", "MiniMaxM3VLSparseCacheLayer"): SPARSE_M3,
+}
+"""Codecs of classes that live beside a model, by its module and their name, so that it need not be imported."""
 
 
 def register_layer_codec(layer_class: type, codec: LayerCodec) -> None:
@@ -30,10 +44,13 @@ def codec_for(layer: Any, number: int) -> LayerCodec:
     Raises:
         UnsupportedCacheError: naming the class and the layer, for a class that has no codec.
     """
-    codec = _CODECS.get(type(layer))
+    kind = type(layer)
+    codec = _CODECS.get(kind)
+    if codec is None and kind.__module__.startswith("transformers.models."):
+        codec = _BY_NAME.get((kind.__module__.split(".")[2], kind.__name__))
     if codec is None:
         known = ", ".join(sorted(cls.__name__ for cls in _CODECS))
         raise UnsupportedCacheError(
-            f"layer {number} of the cache is a {type(layer).__name__}, which kvkeep cannot keep; it keeps {known}"
+            f"layer {number} of the cache is a {kind.__name__}, which kvkeep cannot keep; it keeps {known}"
         )
     return codec

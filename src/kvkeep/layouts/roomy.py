@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvkeep import compat
+from kvkeep.entry_format import LayerRecord
 from kvkeep.layouts.attention import DynamicCodec
 from kvkeep.layouts.base import Empty
 
@@ -88,14 +89,14 @@ class RoomyCodec(DynamicCodec):
     """Loads into buffers with room. What is described is as for any dynamic layer."""
 
     def allocate(
-        self, layer: Any, rows: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
+        self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
         """Destinations at the beginning of buffers with room."""
-        wide = {role: empty(with_room(like, layer.room)) for role, like in rows.items()}
+        wide = {role: empty(with_room(like, layer.room)) for role, like in likes.items()}
         layer._buffers = wide["keys"][None], wide["values"][None]
-        return {role: one[:, : rows[role].shape[1]] for role, one in wide.items()}
+        return {role: one[:, : likes[role].shape[1]] for role, one in wide.items()}
 
-    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], tokens: int) -> None:
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
         """Make the layer own its buffers."""
         layer.own(*layer._buffers, tokens)
 

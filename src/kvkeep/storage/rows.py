@@ -183,7 +183,7 @@ def _distinct(layers: Sequence[LayerRecord]) -> Iterable[LayerRecord]:
 
 def _window(layer: LayerRecord) -> int:
     window = layer.scalars.get("window")
-    return window if layer.kind == "sliding" and isinstance(window, int) else 0
+    return window if isinstance(window, int) and not isinstance(window, bool) else 0
 
 
 @lru_cache(maxsize=256)  # entries share few identities: this keeps one object of each
