@@ -20,6 +20,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from kvkeep import compat
@@ -103,7 +105,28 @@ def _qwen2_5_vl() -> Any:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_QWEN_IDS))
 
 
-_BUILDERS = {"gemma3": _gemma3, "llava": _llava, "qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl}
+def _qwen3_vl() -> Any:
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "out_hidden_size": 32,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    text = {**_TEXT, "head_dim": 16, "rope_scaling": dict(_ROPE), "rope_parameters": dict(_ROPE)}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN_IDS))
+
+
+_BUILDERS = {
+    "gemma3": _gemma3,
+    "llava": _llava,
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+}
 MEDIA_NAMES = tuple(_BUILDERS)
 
 
@@ -160,7 +183,7 @@ def seen(name: str, pictures: Sequence[int], *, text: int = 1, lead: int = 10, t
 
 _TYPES = {"gemma3": "token_type_ids"}
 if compat.ENCODE_STEP:  # 4.57's processors have no such types, and its models take none
-    _TYPES |= {"qwen2_vl": "mm_token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
+    _TYPES |= dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids")
 
 
 def cut(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:

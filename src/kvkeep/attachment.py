@@ -12,11 +12,12 @@ exactly what was there.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,10 +29,12 @@ from kvkeep.generation import Call, Source
 class _Shadow:
     """A method of one model's instance, in front of the one that was there. A copy of the model gets its own method."""
 
-    def __init__(self, model: Any, name: str, call: Callable[..., Any]) -> None:
+    def __init__(self, model: Any, name: str, original: Callable[..., Any], call: Callable[..., Any]) -> None:
         self._model = weakref.ref(model)
         self._name = name
         self._call = call
+        with suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(original)  # transformers looks at what some methods take
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -112,7 +115,8 @@ class Attachment:
                     if compat.ENCODE_STEP is not None:
                         wraps[compat.ENCODE_STEP] = self._encode
             for name, wrap in wraps.items():
-                shadow = _Shadow(model, name, wrap(model, getattr(model, name)))
+                original = getattr(model, name)
+                shadow = _Shadow(model, name, original, wrap(model, original))
                 self._replaced[name] = model.__dict__.get(name), shadow
                 model.__dict__[name] = shadow
 

@@ -264,6 +264,7 @@ class Call:
         if len(args) > 1:
             reason = "inputs: arguments by position are not looked at here"
         arguments: dict[str, Any] = {}
+        inputs: Inputs | None = None
         served = Served(_miss(reason))
         if reason is None and self.ids is not None:
             try:
@@ -275,7 +276,8 @@ class Call:
         self.finish(served.match, served.held)
         if served.match and compat.names_cache_kind(config):
             arguments["cache_implementation"] = None
-        return {**kwargs, **arguments}
+        taken = () if inputs is None else (*inputs.values, *inputs.types)
+        return {name: value for name, value in kwargs.items() if name not in taken} | arguments
 
 
 def _miss(reason: str | None) -> Match:
@@ -317,7 +319,9 @@ def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mappi
         return "inputs: the prompt is not token ids"
     if call.ids.shape[0] != 1 or call.expansion != 1:
         return f"batch: {call.ids.shape[0] * call.expansion} rows are not served yet"
-    return _odd_positions(call.ids.shape[1], call.arguments, model_kwargs)
+    return _odd_positions(
+        call.ids.shape[1], call.arguments, model_kwargs, counts_in_axes=bool(compat.media_tokens(model))
+    )
 
 
 def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str | None:
@@ -334,12 +338,16 @@ def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str 
     return next((setting for setting in _UNPROVEN_SETTINGS if getattr(generation_config, setting, None)), None)
 
 
-def _odd_positions(length: int, given: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> str | None:
+def _odd_positions(
+    length: int, given: Mapping[str, Any], model_kwargs: Mapping[str, Any], *, counts_in_axes: bool
+) -> str | None:
     mask = model_kwargs.get("attention_mask")
     if mask is not None and (mask.shape[-1] != length or not bool((mask == 1).all())):
         return "mask: the attention mask has zeros"
     positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.dim() == 3 and given.get("position_ids") is None:
+    if counts_in_axes and given.get("position_ids") is not None:
+        return "positions: position_ids were given to a model that places tokens by their pictures"
+    if positions is not None and positions.dim() == 3:
         return None  # the model's own for media: they follow from its inputs, which are looked at
     if positions is not None:
         plain = torch.arange(length, dtype=positions.dtype, device=positions.device)

@@ -105,7 +105,7 @@ def limit_for(model: Any, dtype: torch.dtype) -> float:
     return max(LIMITS.get(one, max(LIMITS.values())) for one in formats)
 
 
-class _EnoughError(Exception):
+class _EnoughError(BaseException):  # not an Exception: nobody in between may take it for a failure
     """Ends a forward pass whose later layers are not wanted."""
 
 

@@ -7,7 +7,7 @@ apart with certainty, all of one kind are one item.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from kvkeep import compat
 from kvkeep.entry_format import Media
 from kvkeep.errors import UnsupportedRequestError
-from kvkeep.fingerprint import tensor_digests
+from kvkeep.fingerprint import check_hashable, tensor_digests
 from kvkeep.keys import TokenIds, digest_fields
 from kvkeep.placement import device_of
 from kvkeep.prefixes import Prefix, media_before
@@ -107,10 +107,12 @@ def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
         )
     values: dict[str, torch.Tensor] = {}
     found: list[tuple[Media, _Rows]] = []
+    places: _Runs = []
     for kind, placeholders in tokens.items():
         inputs = {name: _tensor(name, extras[name]) for name in compat.MEDIA_INPUTS[kind] if name in extras}
         values |= inputs
         runs = list(_runs(ids, placeholders))
+        places += runs
         if inputs and not runs:
             raise UnsupportedRequestError(f"{', '.join(sorted(inputs))} came with a prompt that has no place for them")
         if runs and not inputs:
@@ -119,9 +121,14 @@ def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
                 f"the prompt holds the id {one}, which stands for a picture, film or sound that did not come with it: "
                 "pass all that the processor returned"
             )
+        if inputs and compat.MEDIA_CONTENT.isdisjoint(inputs):
+            raise UnsupportedRequestError(f"{', '.join(sorted(inputs))} came without what they are about")
+        if runs and not compat.CUTS_INPUTS and all(end - begin == 1 and end < len(ids) for begin, end in runs):
+            raise UnsupportedRequestError(
+                "a single id stands for all of a picture, film or sound: the old form of prompts"
+            )
         found += _items(kind, runs, inputs, types)
-    taken = [(one.start, one.end) for one, _ in found]
-    found += [(one, {}) for one in _other_types(types, taken)]
+    _check_types(types, places)
     found.sort(key=lambda item: (item[0].start, item[0].kind))
     return Inputs(ids, tuple(one for one, _ in found), values, tuple(rows for _, rows in found), types)
 
@@ -177,8 +184,9 @@ def _items(
     )
     items = []
     for number, ((begin, end), rows) in enumerate(zip(runs, parts, strict=True)):
-        named = [(name.encode(), digest) for (item, name), digest in sorted(digests.items()) if item == number]
-        content = digest_fields("kvkeep/media/1", kind.encode(), *(part for pair in named for part in pair))
+        names = sorted({*rows, *types})
+        named = (part for name in names for part in (name.encode(), digests[number, name]))
+        content = digest_fields("kvkeep/media/1", kind.encode(), *named)
         items.append((Media(kind=kind, content=content.hex(), start=begin, end=end), rows))
     return items
 
@@ -188,6 +196,8 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError):
         tensor = None
+    if tensor is not None:
+        check_hashable(name, tensor)
     if tensor is None or not tensor.dim():
         raise UnsupportedRequestError(f"{name} is a {type(value).__name__} that is no tensor: pass return_tensors='pt'")
     return tensor
@@ -231,12 +241,11 @@ def _differ(tensor: torch.Tensor) -> bool:
     return bool((tensor != tensor[:1]).any())
 
 
-def _other_types(types: Mapping[str, torch.Tensor], taken: Sequence[tuple[int, int]]) -> Iterator[Media]:
-    """Token types other than 0 that belong to no media, a run of one type as an item."""
+def _check_types(types: Mapping[str, torch.Tensor], runs: _Runs) -> None:
+    """Raise UnsupportedRequestError for token types other than 0 that belong to no media."""
     for name, values in types.items():
-        at = 0
-        for value, group in groupby(values[0].tolist()):
-            begin, at = at, at + sum(1 for _ in group)
-            if value and not any(start <= begin and at <= end for start, end in taken):
-                content = digest_fields("kvkeep/token-type/1", name.encode(), str(value).encode())
-                yield Media(kind=name, content=content.hex(), start=begin, end=at)
+        rest = values.clone()
+        for begin, end in runs:
+            rest[:, begin:end] = 0
+        if rest.any():
+            raise UnsupportedRequestError(f"{name} sets tokens apart that stand for no picture, film or sound")

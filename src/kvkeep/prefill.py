@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvkeep import compat
-from kvkeep.errors import InvalidPromptError, UnsupportedCacheError
+from kvkeep.errors import InvalidPromptError, KvkeepError, UnsupportedCacheError
 from kvkeep.inputs import Inputs, input_device
 from kvkeep.keys import TokenIds
 
@@ -69,7 +69,7 @@ def check_known(model: Any, ids: TokenIds) -> None:
     if max(ids.tolist(), default=0) < rows:
         return
     known = frozenset().union(*compat.media_tokens(model).values())  # their embeddings come from elsewhere
-    largest = max(one for one in ids.tolist() if one not in known)
+    largest = max((one for one in ids.tolist() if one not in known), default=0)
     if largest >= rows:
         raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
 
@@ -92,8 +92,11 @@ def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits
                 arguments["position_ids"] = torch.arange(begin, end, device=device)[None]
             return _logits(model(input_ids=inputs.tensor(device, begin, end), **arguments))
         try:
-            return _logits(model(**_with_media(model, cache, inputs, begin, end, once)))
-        except (ValueError, IndexError, StopIteration) as error:
+            with compat.positions_kept(model):
+                return _logits(model(**_with_media(model, cache, inputs, begin, end, once)))
+        except (KvkeepError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # somebody else's forward, with somebody else's media: it raises what it likes
             raise InvalidPromptError(f"the model does not take this prompt: {error}") from error
 
 

@@ -56,13 +56,13 @@ def with_media(chain: Sequence[bytes], media: tuple[Media, ...], first: int = 0)
     """
     if not media:
         return list(chain)
-    told: dict[int, bytes] = {}
-    mixed = []
+    told, taken, mixed = b"", 0, []
     for number, digest in enumerate(chain, start=first):
-        before = media_before(media, number * BLOCK)
-        if len(before) not in told:
-            told[len(before)] = canonical_json([[m.kind, m.content, m.start, m.end] for m in before]).encode()
-        mixed.append(digest_fields("kvkeep/media-chain/1", digest, told[len(before)]) if before else digest)
+        while taken < len(media) and media[taken].start < number * BLOCK:
+            one = media[taken]
+            item = canonical_json([one.kind, one.content, one.start, one.end]).encode()
+            told, taken = digest_fields("kvkeep/media-chain/1", told, item), taken + 1
+        mixed.append(digest_fields("kvkeep/media-chain/1", digest, told) if taken else digest)
     return mixed
 
 

@@ -36,7 +36,7 @@ STOPS = [
     *[("unlink", n) for n in (1, 2, 3)],
     *[("fsync", n) for n in range(1, 8)],
 ]
-RANDOM_KILLS = 40
+RANDOM_KILLS = 20
 
 
 class Writer(Directory):
@@ -137,9 +137,10 @@ def put_works(root: Path, seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_killed_put_leaves_entries_whole_or_absent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_chance", [RANDOM_KILLS, pytest.param(5 * RANDOM_KILLS, marks=pytest.mark.slow)])
+def test_a_killed_put_leaves_entries_whole_or_absent(tmp_path: Path, by_chance: int) -> None:
     (tmp_path / "entries").mkdir()
-    kills = [*STOPS, *[None] * RANDOM_KILLS]
+    kills = [*STOPS, *[None] * by_chance]
     random.Random(0).shuffle(kills)
     amid_a_put = 0
     counts = set()

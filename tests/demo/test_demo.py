@@ -1,18 +1,32 @@
 """The demo from beginning to end, with its real processes, on a model that takes a moment."""
 
 import json
+import os
 import re
+import threading
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from kvkeep import CacheStore
 from kvkeep.cli import main
+from kvkeep.demo.process import WorkerProcess
+from kvkeep.demo.worker import serve
 from kvkeep.storage.entries import Draft, EntryFiles, TensorSource
 from kvkeep.storage.fs import Directory
 
 NAMES = ["chat", "numbers"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_pauses():
+    """They make the times good; these tests look at everything else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvkeep.demo.measure._PAUSE", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +103,42 @@ def spoil(store: CacheStore, name: str, *, layers: slice = slice(None)) -> None:
     assert published
 
 
+class ThreadOfAWorker:
+    """What a worker's process does, in a thread of this one: the same lines over the same kind of pipes."""
+
+    def __init__(self):
+        requests, self.stdin = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), "rw", strict=True))
+        self.stdout, answers = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), "rw", strict=True))
+
+        def work():
+            with requests, answers:
+                serve(requests, answers)
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    def close(self):
+        self.stdin.close()
+        self.thread.join()
+        self.stdout.close()
+
+
+@contextmanager
+def start_thread(settings):
+    with closing(ThreadOfAWorker()) as worker:
+        yield WorkerProcess(settings, worker)
+
+
+@pytest.fixture
+def _workers_in_threads(monkeypatch):
+    """The test before has seen the processes: these need no other interpreter, which takes seconds to start."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("kvkeep.demo.run.start_worker", start_thread)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_workers_in_threads")
 def test_a_spoiled_entry_shows_as_another_text(first, store_path, model_folder):
     """Spoiled where the guard cannot see it: in the last layer."""
     store = CacheStore(store_path)

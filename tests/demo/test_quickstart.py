@@ -1,7 +1,10 @@
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,17 @@ def run(folder: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def run_here(folder: Path, *arguments: str) -> list[str]:
+    """The same in this process, where torch is imported."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+        names = runpy.run_path(str(SCRIPT), run_name="__main__")
+        names["store"].journal.flush()  # as the end of a process does
+    return printed.getvalue().splitlines()
+
+
 def check(lines: list[str], entry) -> None:
     assert lines[0] == f"stored: {entry.tokens} tokens, {entry.nbytes / 1e6:.1f} MB"
     reused, prompt = map(int, re.match(r"reused: (\d+) of (\d+) tokens, loaded in \d\.\d{3} s$", lines[1]).groups())
@@ -31,7 +45,7 @@ def check(lines: list[str], entry) -> None:
 
 
 def test_it_stores_in_the_first_run_and_reuses_in_both(tmp_path, model_folder):
-    first = run(tmp_path, str(model_folder))
+    first = run_here(tmp_path, str(model_folder))
     (entry,) = CacheStore(tmp_path / "cache_store").entries()
     assert entry.names == ("quickstart",)
     check(first, entry)

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from elsewhere import run_elsewhere
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -329,15 +327,8 @@ def test_every_process_and_both_versions_of_transformers_agree() -> None:
     here: dict[str, Any] = {}
     exec(GOLDEN, here)
     assert tuple(getattr(here["parts"], name) for name in PARTS) == golden
-    child = subprocess.run(
-        [sys.executable, "-c", f"{GOLDEN}print(parts.weights, parts.config, parts.adapters, parts.dtypes)"],
-        env=os.environ | {"PYTHONHASHSEED": "4242"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    assert child.stdout.strip().splitlines()[-1] == " ".join(map(str, golden))
+    (printed,) = run_elsewhere(f"{GOLDEN}print(parts.weights, parts.config, parts.adapters, parts.dtypes)", [])
+    assert printed.strip().splitlines()[-1] == " ".join(map(str, golden))
 
 
 # a name of the caller's own

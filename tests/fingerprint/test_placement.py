@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from elsewhere import run_elsewhere
 from tiny_models import VOCABULARY, build_tiny
 
 from kvkeep import CacheStore
@@ -109,16 +108,8 @@ dist.destroy_process_group()
 
 def test_each_rank_hashes_its_own_shard_and_says_which_it_is(tmp_path: Path) -> None:
     here = str(Path(__file__).parents[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARDS, here, str(tmp_path / "meet"), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    (zero, one) = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    ranks = [(here, tmp_path / "meet", rank, tmp_path / "store") for rank in range(2)]
+    (zero, one) = [json.loads(printed.splitlines()[-1]) for printed in run_elsewhere(SHARDS, *ranks)]
     assert (zero[0], one[0]) == ([2, 0], [2, 1])
     whole = build_tiny("llama")
     plain = CacheStore(tmp_path / "store").bind(whole).identity().weights

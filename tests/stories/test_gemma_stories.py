@@ -21,7 +21,7 @@ SYSTEM = (
     "You are the ticket desk of a small night ferry. Answer in one short sentence. Name the pier and the hour when "
     "asked for a departure. Never promise a cabin. If a traveller is late, tell them to wait at the green lamp."
 )
-QUESTIONS = ("Which pier?", "I am late, where do I wait?", "May I have a cabin?")
+QUESTIONS = ("Which pier?", "I am late, where do I wait?")
 TOLERANCE = 5e-3  # logits of this model reach 30; another prefix moves them by far more than 0.1
 
 
@@ -70,7 +70,7 @@ def test_one_system_prompt_serves_chat_requests_whatever_the_config_names(
     named = gemma_naming.generation_config.cache_implementation
     entry = kv.warm(chat("")[:1], name="system")
     assert entry.tokens > 40
-    for question in QUESTIONS[:2]:
+    for question in QUESTIONS:
         control = outcome(gemma_naming.generate, **control_inputs(gemma_tokenizer, question))
         gemma_naming.generation_config.cache_implementation = named  # 4.57 itself drops "hybrid"
         assert_same(outcome(kv.generate, chat(question)), control)

@@ -42,6 +42,7 @@ from kvkeep.compat.media import (
     continued_inputs,
     media_tokens,
     place,
+    positions_kept,
     stretch_inputs,
     without_early_mask,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "media_tokens",
     "names_cache_kind",
     "place",
+    "positions_kept",
     "run_guarded",
     "seen_tokens",
     "set_static_length",

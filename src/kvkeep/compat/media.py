@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,29 @@ def media_tokens(model: Any) -> dict[str, frozenset[int]]:
     return found
 
 
+def _owner(model: Any) -> Any:
+    """The module that counts positions in several axes and keeps what they lag behind the tokens, if there is one."""
+    return next((module for module in model.modules() if hasattr(type(module), "get_rope_index")), None)
+
+
+def _placed(model: Any, ids: torch.Tensor, media: Mapping[str, Any]) -> torch.Tensor:
+    inputs = {**media, "attention_mask": torch.ones_like(ids)}  # some models look at it
+    positions: torch.Tensor = model._prepare_position_ids_for_generation(ids, inputs)
+    return positions
+
+
+@contextmanager
+def positions_kept(model: Any) -> Iterator[None]:
+    """Leave the model's own count of positions as it was: it may be in the middle of another prompt."""
+    owner = _owner(model)
+    before = getattr(owner, "rope_deltas", None)
+    try:
+        yield
+    finally:
+        if owner is not None:
+            owner.rope_deltas = before
+
+
 def place(model: Any, ids: torch.Tensor, media: Mapping[str, Any], *, after: int | None = None) -> torch.Tensor | None:
     """The positions of all these tokens, and the model left as it is after them, or after the first so many.
 
@@ -67,9 +91,9 @@ def place(model: Any, ids: torch.Tensor, media: Mapping[str, Any], *, after: int
     Returns:
         [axes, 1, tokens], or ``None`` where tokens are simply counted.
     """
-    owner: Any = next((module for module in model.modules() if hasattr(type(module), "get_rope_index")), None)
+    owner = _owner(model)
     if _PLACES:
-        positions: torch.Tensor = model._prepare_position_ids_for_generation(ids, dict(media))
+        positions = _placed(model, ids, media)
     elif owner is not None:
         known = inspect.signature(owner.get_rope_index).parameters
         given = {name: value for name, value in media.items() if name in known}
@@ -101,11 +125,9 @@ def continued_inputs(
         media: those of the tokens that are not in the cache.
         types: the token types of all the tokens, each [1, tokens].
     """
-    if media and not _PLACES:
-        return None
+    if not _PLACES:  # drops media behind a given cache, and counts positions by what the latest call left on the model
+        return None if media or _owner(model) is not None else {}
     positions = place(model, ids, {**before, **types})
-    if not _PLACES:
-        return {}
     return {**media, **types, **({} if positions is None else {"position_ids": positions})}
 
 
@@ -150,16 +172,20 @@ def stretch_inputs(
     prepare = prepare or model.prepare_inputs_for_generation
     others = {"use_cache": True, **(others or {})}
     if _PLACES:
-        positions = model._prepare_position_ids_for_generation(ids, {**before, **types})[..., :end]
+        positions = _placed(model, ids, {**before, **types})[..., :end]
         steps = {"next_sequence_length": end - begin, "is_first_iteration": True, "position_ids": positions}
         short = {name: values[:, :end] for name, values in types.items()}
         return prepare(ids[:, :end], **{GENERATE_CACHE_ARGUMENT: cache}, **steps, **short, **media, **others)
     counted = torch.arange(ids.shape[1], device=ids.device)
     mask = torch.ones_like(ids)
     inputs = prepare(ids, cache_position=counted, attention_mask=mask, **types, **before, **others)
+    if inputs.get("logits_to_keep", 0) is None:  # which some models take for one more axis
+        del inputs["logits_to_keep"]
     # That was as for a prompt without a cache: nothing is taken away or counted from the wrong place.
     inputs |= {name: media.get(name) for name in before} | {name: values[:, :end] for name, values in types.items()}
     inputs |= {"input_ids": ids[:, begin:end], "cache_position": counted[begin:end], "attention_mask": mask[:, :end]}
+    if inputs.get("position_ids") is None and (counted_apart := place(model, ids, {**before, **types})) is not None:
+        inputs["position_ids"] = counted_apart[1:]  # else the forward pass would count on from whatever came before
     if inputs.get("position_ids") is not None:
         inputs["position_ids"] = inputs["position_ids"][..., begin:end]
     return inputs | {GENERATE_CACHE_ARGUMENT: cache}

@@ -5,7 +5,7 @@ from kvkeep.fingerprint.holdings import unwrap
 from kvkeep.fingerprint.hooks import HookWatch
 from kvkeep.fingerprint.model import ModelParts, fingerprint_model
 from kvkeep.fingerprint.rope import LengthRule, length_rule
-from kvkeep.fingerprint.tensors import tensor_digests
+from kvkeep.fingerprint.tensors import check_hashable, tensor_digests
 from kvkeep.fingerprint.tokenizer import chat_template_digest, fingerprint_tokenizer
 from kvkeep.fingerprint.watch import ModelWatch
 
@@ -15,6 +15,7 @@ __all__ = [
     "ModelParts",
     "ModelWatch",
     "chat_template_digest",
+    "check_hashable",
     "config_fields",
     "fingerprint_model",
     "fingerprint_tokenizer",
