@@ -185,7 +185,7 @@ class Attachment:
             if not call.watched:
                 return original(*args, **kwargs)
             return compat.run_guarded(
-                model, original, call.ids, lambda cache: call.judge(model, cache), call.take_back, args, kwargs
+                model, original, call.all_ids, lambda cache: call.judge(model, cache), call.take_back, args, kwargs
             )
 
         return guarded

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,15 +17,17 @@ from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedRequestError
 from kvkeep.guard import StoredRow, compare, prove
 from kvkeep.inputs import Inputs, read_inputs, unknown_inputs
+from kvkeep.lines import Line, read_lines
 from kvkeep.placement import shard_of
+from kvkeep.prefill import feed_slot
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
 from kvkeep.storage.verified import FileIdentity
 
-_PROVEN_MODES = ("greedy_search", "sample")
+_PROVEN_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _UNPROVEN_ARGUMENTS = ("custom_generate", "assistant_model", "negative_prompt_ids", "prompt_lookup_num_tokens")
 _CACHE_GIVEN = "cache_given: the call brings a cache of its own"
-_UNPROVEN_SETTINGS = ("prefill_chunk_size", "token_healing")
+_UNPROVEN_SETTINGS = ("token_healing",) if compat.CHUNKS else ("prefill_chunk_size", "token_healing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Served:
         row: the stored rows of the token behind them, for the guard; ``None`` where nothing can be compared.
         file: which file they come from.
         snapshots: whether state is among it that is valid behind one token only.
+        reused: how many of the prompt's tokens these are, over all its lines.
+        lines: which lines of the cache ``row`` belongs to; ``None`` for all.
     """
 
     match: Match
@@ -47,6 +51,8 @@ class Served:
     row: StoredRow | None = None
     file: FileIdentity | None = None
     snapshots: bool = False
+    reused: int = 0
+    lines: tuple[int, ...] | None = None
 
 
 class Source(Protocol):
@@ -57,6 +63,9 @@ class Source(Protocol):
 
     def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0) -> Served:
         """Fill an empty cache with as much as is stored of a prompt that so many new tokens are going to follow."""
+
+    def fill_lines(self, cache: Any, lines: Sequence[Line], *, copies: int, guard: bool) -> Served:
+        """Fill an empty cache of several lines, each with padding before it, and each so many times."""
 
     def arguments(self, inputs: Inputs, *, guard: bool) -> tuple[dict[str, Any], Served]:
         """The same as arguments for ``generate``: a filled cache, and what keeps the config from contradicting it."""
@@ -79,6 +88,7 @@ class Call:
         ids: the prompt's ids, [rows, tokens].
         inputs: the prompt with its media, once it is known that it may be served.
         expansion: how many sequences come of each row.
+        tokens: tokens of the prompt without padding, over all its lines, where it has several.
         encode: runs the vision tower on the model inputs it is given: put off until it is known what must be seen.
         untold: whether the cache holds tokens that the model has not been told of, which prepares its inputs itself.
         uncounted: tokens in a cache that does not count them, which ``generate`` would feed again.
@@ -94,6 +104,7 @@ class Call:
     ids: torch.Tensor | None = None
     inputs: Inputs | None = None
     expansion: int = 1
+    tokens: int | None = None
     encode: Callable[[dict[str, Any]], Any] | None = None
     untold: bool = False
     uncounted: int = 0
@@ -185,8 +196,15 @@ class Call:
         if reason is not None or self.ids is None:
             self.finish(_miss(reason), 0)
             return
+        extras = compat.generation_inputs(model_kwargs)
+        mask = model_kwargs.get("attention_mask")
         try:
-            inputs = read_inputs(model, read_ids(self.ids), compat.generation_inputs(model_kwargs))
+            lines = read_lines(self.ids, None if mask is None else mask[:: self.expansion])
+            if len(lines) * self.expansion > 1 or lines[0].padding:
+                self._fill_lines(model, cache, lines, extras, mask)
+                self.seconds = time.perf_counter() - began
+                return
+            inputs = read_inputs(model, lines[0].inputs.ids, extras)
         except (InvalidPromptError, UnsupportedRequestError) as error:
             self.finish(_miss(f"inputs: {error}"), 0)
             return
@@ -195,13 +213,33 @@ class Call:
         served = self.served = self.source.fill(cache, inputs, guard=self.guard, new_tokens=new)
         self.seconds = time.perf_counter() - began
         if served.row is None:
-            self.finish(served.match, served.held)
+            self.finish(served.match, served.reused)
         elif not self._is_kept(cache, served.held):
             self._settle(cache, prove(model, cache, inputs, served.row))
 
+    def _fill_lines(
+        self, model: Any, cache: Any, lines: Sequence[Line], extras: Mapping[str, Any], mask: torch.Tensor | None
+    ) -> None:
+        self.tokens = sum(len(line.inputs) for line in lines)
+        if extras or compat.media_tokens(model):
+            served = Served(_miss("batch: pictures are served one sequence at a time"))
+        else:
+            served = self.source.fill_lines(cache, lines, copies=self.expansion, guard=self.guard)
+        self.served = served
+        if served.row is None:
+            self.finish(served.match, served.reused)
+        elif not self._is_kept(cache, served.held):
+            feed_slot(model, cache, self.all_ids, mask, served.held)
+            self._settle(cache, compare(model, cache, served.held, served.held + 1, served.row, served.lines))
+
+    @property
+    def all_ids(self) -> torch.Tensor | None:
+        """The prompt's ids as they are fed: each line as often as sequences come of it."""
+        return None if self.ids is None else self.ids.repeat_interleave(self.expansion, dim=0)
+
     def _is_kept(self, cache: Any, position: int) -> bool:
         """Whether some layer will still hold the guard's row when the whole prompt has been fed."""
-        behind = self.prompt_tokens - position - 1
+        behind = self.slots - position - 1
         return any(compat.keeps_row(layer, behind) for layer in cache.layers)
 
     @property
@@ -214,23 +252,28 @@ class Call:
         served = self.served
         if served is None or served.row is None:
             return True
-        return self._settle(cache, compare(model, cache, served.held, self.prompt_tokens, served.row))
+        return self._settle(cache, compare(model, cache, served.held, self.slots, served.row, served.lines))
 
     def _settle(self, cache: Any, objection: str | None) -> bool:
         """Report a hit that passed the guard, or take it back."""
         if self.served is None:
             return True
         if objection is None:
-            self.finish(self.served.match, self.served.held)
+            self.finish(self.served.match, self.served.reused)
             return True
         compat.empty_cache(cache)
         self.finish(self.source.refuted(self.served, objection), 0)
         return False
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt, 0 if it is not known."""
+    def slots(self) -> int:
+        """Tokens of the prompt with its padding, 0 if it is not known."""
         return 0 if self.ids is None else int(self.ids.shape[-1])
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt over all its lines, 0 if it is not known."""
+        return self.slots if self.tokens is None else self.tokens
 
     def finish(self, match: Match, reused: int) -> None:
         """Write the report and hand it to the source."""
@@ -268,12 +311,15 @@ class Call:
         served = Served(_miss(reason))
         if reason is None and self.ids is not None:
             try:
+                mask = extras.get("attention_mask")
+                if self.expansion > 1 or (mask is not None and not bool((mask == 1).all())):
+                    raise UnsupportedRequestError("several sequences and padding are not served here")
                 inputs = read_inputs(model, read_ids(self.ids), compat.generation_inputs(extras))
                 arguments, served = self.source.arguments(inputs, guard=self.guard)
             except (InvalidPromptError, UnsupportedRequestError) as error:
                 served = Served(_miss(f"inputs: {error}"))
         self.seconds = time.perf_counter() - began
-        self.finish(served.match, served.held)
+        self.finish(served.match, served.reused)
         if served.match and compat.names_cache_kind(config):
             arguments["cache_implementation"] = None
         taken = () if inputs is None else (*inputs.values, *inputs.types)
@@ -317,11 +363,10 @@ def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mappi
         return f"inputs: {', '.join(unknown)} are not served"
     if call.ids is None or call.ids.dim() != 2 or call.ids.dtype not in (torch.int64, torch.int32):
         return "inputs: the prompt is not token ids"
-    if call.ids.shape[0] != 1 or call.expansion != 1:
-        return f"batch: {call.ids.shape[0] * call.expansion} rows are not served yet"
-    return _odd_positions(
-        call.ids.shape[1], call.arguments, model_kwargs, counts_in_axes=bool(compat.media_tokens(model))
-    )
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or mask.shape[-1] != call.ids.shape[1]):
+        return "mask: the attention mask has another shape than the prompt"
+    return _odd_positions(model, call.arguments, model_kwargs)
 
 
 def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str | None:
@@ -338,19 +383,17 @@ def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str 
     return next((setting for setting in _UNPROVEN_SETTINGS if getattr(generation_config, setting, None)), None)
 
 
-def _odd_positions(
-    length: int, given: Mapping[str, Any], model_kwargs: Mapping[str, Any], *, counts_in_axes: bool
-) -> str | None:
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and (mask.shape[-1] != length or not bool((mask == 1).all())):
-        return "mask: the attention mask has zeros"
-    positions = model_kwargs.get("position_ids")
-    if counts_in_axes and given.get("position_ids") is not None:
+def _odd_positions(model: Any, given: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> str | None:
+    """Why tokens are not placed as they are counted in each line, or by their pictures."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if compat.media_tokens(model) and given.get("position_ids") is not None:
         return "positions: position_ids were given to a model that places tokens by their pictures"
-    if positions is not None and positions.dim() == 3:
-        return None  # the model's own for media: they follow from its inputs, which are looked at
-    if positions is not None:
-        plain = torch.arange(length, dtype=positions.dtype, device=positions.device)
-        if positions.numel() != length or not torch.equal(positions.reshape(-1), plain):
-            return "positions: position_ids are not 0, 1, 2, ..."
+    if positions is None or positions.dim() == 3:  # a model's own for media: they follow from its inputs
+        return None
+    if mask is not None and mask.shape != positions.shape:
+        return "positions: position_ids have another shape than the attention mask"
+    seen = torch.ones_like(positions) if mask is None else mask.to(positions.device)
+    counted = seen.long().cumsum(-1) - 1
+    if not torch.equal(torch.where(seen != 0, positions, 0), torch.where(seen != 0, counted, 0)):
+        return "positions: position_ids are not 0, 1, 2, ..."
     return None

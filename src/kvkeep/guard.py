@@ -18,7 +18,7 @@ from kvkeep import compat
 from kvkeep.inputs import Inputs
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import cached_row
-from kvkeep.prefill import CHUNK, feed, passes
+from kvkeep.prefill import CHUNK, feed, known_ids, passes
 
 StoredRow = Sequence[Mapping[str, torch.Tensor]]
 """What is stored of one token: for each layer its rows by role, each [heads, 1, dim]; nothing for layers without."""
@@ -48,15 +48,20 @@ _OTHERWISE = (
 _MATMUL_FORMATS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
 
 
-def compare(model: Any, cache: Any, position: int, seen: int, stored: StoredRow) -> str | None:
+def compare(
+    model: Any, cache: Any, position: int, seen: int, stored: StoredRow, lines: Sequence[int] | None = None
+) -> str | None:
     """Why a cache that has seen ``seen`` tokens holds other rows of one token than the stored ones; ``None`` if not.
 
-    Layers whose window has moved on behind the token are left out.
+    Layers whose window has moved on behind the token are left out. With ``lines``, the stored rows are those of these
+    lines of the cache.
     """
     pairs = []
     for computed, rows in zip(cached_row(cache, position, seen), stored, strict=True):
         if computed is not None:
-            pairs += [(computed[role], row.transpose(0, 1)) for role, row in rows.items()]
+            for role, row in rows.items():
+                new = computed[role] if lines is None else computed[role][list(lines)]
+                pairs.append((new, row.transpose(0, 1)))
     return objection_to(model, pairs)
 
 
@@ -170,29 +175,36 @@ def manner_of(model: Any) -> Manner:
     if any(hasattr(module, "create_position_ids_from_inputs_embeds") for module in model.modules()):
         return Manner(_OTHERWISE)
     media = frozenset().union(*compat.media_tokens(model).values())
-    rows = model.get_input_embeddings().weight.shape[0]
-    known = [one for one in range(min(_PROBE * 4, rows)) if one not in media]
+    known = [one for one in range(min(_PROBE * 4, known_ids(model) or 1)) if one not in media]
     probe = Inputs(TokenIds.of((known * _PROBE)[-_PROBE:]))
     cache = compat.complete_cache(compat.text_config(model))
     try:
         whole = feed(model, cache, probe, 0, _PROBE, logits=True)
+        layers = len(compat.dynamic_cache(compat.text_config(model)).layers)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - somebody else's forward: it raises what it likes
         return Manner(f"takes no cache of the kind that its configuration asks for ({error})")
     if not compat.is_used(cache):
         return Manner("keeps its state in no cache that it is given")
+    if len(cache.layers) != layers:
+        return Manner(f"keeps {len(cache.layers)} layers in a cache, and its configuration names {layers}")
     if whole is None or whole.shape[1] != _PROBE:
         return Manner("gives no logits of all tokens, by which to ask it whether it goes on from a cache as it should")
     other = Inputs(TokenIds.of((known * _PROBE)[: _PROBE // 2]))
     limit = max(limit_for(model, whole.dtype), _PLAINLY_OTHER)
     typical = compat.has_experts(model)  # which rounding may turn elsewhere now and then
     for step in (_PROBE // 2, 1):
-        parts = _in_parts(model, probe, other, step)
+        try:
+            parts = _in_parts(model, probe, other, step)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - it may still take single tokens
+            parts = []
         errors = [
             row_errors([(part[0][:, None], whole[0, first : first + part.shape[1], None])]) for first, part in parts
         ]
-        if all(float(one.median() if typical else one.max()) <= limit for one in errors):
+        if errors and all(float(one.median() if typical else one.max()) <= limit for one in errors):
             return Manner(singly=step == 1)
     return Manner(_OTHERWISE)
 

@@ -65,13 +65,19 @@ def passes(inputs: Inputs, tokens: int, chunk: int) -> Iterator[tuple[int, int]]
 
 def check_known(model: Any, ids: TokenIds) -> None:
     """Raise InvalidPromptError for an id that the model does not know."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    if max(ids.tolist(), default=0) < rows:
+    rows = known_ids(model)
+    if rows is None or max(ids.tolist(), default=0) < rows:
         return
     known = frozenset().union(*compat.media_tokens(model).values())  # their embeddings come from elsewhere
     largest = max((one for one in ids.tolist() if one not in known), default=0)
     if largest >= rows:
         raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
+
+
+def known_ids(model: Any) -> int | None:
+    """How many ids the model knows, or ``None`` if its input embeddings are not one table."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return None if weight is None else int(weight.shape[0])
 
 
 def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits: bool = False) -> torch.Tensor | None:
@@ -98,6 +104,26 @@ def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits
             raise
         except Exception as error:  # somebody else's forward, with somebody else's media: it raises what it likes
             raise InvalidPromptError(f"the model does not take this prompt: {error}") from error
+
+
+def feed_slot(model: Any, cache: Any, ids: Any, mask: torch.Tensor | None, slot: int) -> None:
+    """Extend a cache of several lines by the tokens at one slot, as ``generate`` would place them.
+
+    Args:
+        model: a model of text.
+        cache: holds ``slot`` slots.
+        ids: [lines, slots].
+        mask: likewise, or ``None`` where no slot is padding.
+        slot: the one to feed.
+    """
+    arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}
+    seen = torch.ones_like(ids) if mask is None else mask
+    if compat.takes(model, "attention_mask"):
+        arguments["attention_mask"] = seen[:, : slot + 1]
+    if compat.takes(model, "position_ids"):
+        arguments["position_ids"] = (seen.long().cumsum(-1) - 1).clamp(min=0)[:, slot : slot + 1]
+    with _evaluating(model), torch.no_grad():
+        model(input_ids=ids[:, slot : slot + 1], **arguments)
 
 
 def _logits(outputs: Any) -> torch.Tensor | None:

@@ -247,7 +247,7 @@ def _read_mapping(inputs: Mapping[str, Any], kind: Literal["text", "messages", "
         extras = {name: _as_tensor(value) for name, value in extras.items()}
     prompt = Prompt(read_ids(inputs["input_ids"]), extras, kind)
     mask = inputs.get("attention_mask")
-    return prompt if mask is None else _cut(prompt, _left_padding(mask, len(prompt.ids)), len(prompt.ids))
+    return prompt if mask is None else _cut(prompt, left_padding(mask, len(prompt.ids)), len(prompt.ids))
 
 
 def _as_tensor(value: Any) -> Any:
@@ -263,7 +263,12 @@ def _says_nothing(name: str, value: Any) -> bool:
     return name == "token_type_ids" and not np.any(np.asarray(value))
 
 
-def _left_padding(mask: Any, tokens: int) -> int:
+def left_padding(mask: Any, tokens: int) -> int:
+    """How many tokens an attention mask of one row hides at the left edge.
+
+    Raises:
+        InvalidPromptError: if it has another length, or hides others.
+    """
     values = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask)
     if values.shape not in ((tokens,), (1, tokens)):
         raise InvalidPromptError(f"the attention mask has shape {list(values.shape)}, the prompt has {tokens} tokens")

@@ -66,7 +66,27 @@ def _prefill(
     cache = prefill(model, inputs, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
     states = describe_prefilled(cache, plans, total, slack=SLACK)
+    del cache
+    _check_end(live, inputs, states, plans)
     return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
+
+
+def _check_end(live: LiveIdentity, inputs: Inputs, states: Sequence[LayerState], plans: Sequence[LayerPlan]) -> None:
+    """Refuse what the model itself does not go on from: the last token, computed from the rest, must be the same.
+
+    Raises:
+        UnsupportedCacheError: if it is not. Some models go wrong once a window has moved on.
+    """
+    last, model = len(inputs) - 1, live.model()
+    within = any(one.start <= last < one.end for one in inputs.media)
+    if not last or within or live.length_rule() is not None or not all(plan.plain for plan in plans):
+        return
+    row = [{role: rows[:, -1:] for role, rows in state.tensors.items()} for state in states]
+    objection = prove(model, _before(model, states, plans, last), inputs, row)
+    if objection is not None:
+        raise UnsupportedCacheError(
+            f"{type(model).__name__} goes on from a cache of {last} tokens otherwise than it computes them: {objection}"
+        )
 
 
 def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, inputs: Inputs, *, guard: bool) -> Entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from kvkeep.generation import Served
 from kvkeep.guard import manner_of, prove
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device
-from kvkeep.layouts import Buffers, fill_cache
+from kvkeep.layouts import Buffers, fill_cache, plan_layers
+from kvkeep.lines import Filled, Line, common_cut, lay_out, watched_rows
 from kvkeep.matching import can_trim
 from kvkeep.prefill import feed
 from kvkeep.records import GenerateReport, Identity, Match
@@ -115,7 +116,45 @@ class Serving:
             )
         for at in range(served.held, served.held + steps):
             feed(model, cache, inputs, at, at + 1)
-        return replace(served, match=match, cached=served.held + steps)
+        return replace(served, match=match, cached=served.held + steps, reused=served.held)
+
+    def fill_lines(self, cache: Any, lines: Sequence[Line], *, copies: int, guard: bool) -> Served:
+        """Fill an empty cache of several lines with what is stored of all of them, up to one slot.
+
+        Args:
+            cache: for each line as many lines as ``copies``.
+            lines: the lines, each with its padding.
+            copies: how many sequences come of each line.
+            guard: leave the last slot out, and give the stored rows of its tokens.
+        """
+        model = self._live.model()
+        config = compat.text_config(model)
+        found: list[Served] = []
+
+        def fill(inputs: Inputs, tokens: int, *, guard: bool) -> Filled:
+            own = compat.dynamic_cache(config)
+            served = self.fill(own, inputs.first(tokens + 1), guard=guard)
+            found.append(served)
+            return Filled(own, served.held, served.row)
+
+        if self._live.length_rule() is not None or not all(plan.plain for plan in plan_layers(config)):
+            return Served(_miss("batch: this model's layout is served one sequence at a time"))
+        filled = common_cut(lines, fill, guard=guard)
+        missed = next((one.match for one in found if not one.match), None)
+        if not filled:
+            return Served(missed if missed is not None else _miss("batch: the lines share no slot to be cut at"))
+        slots = lay_out(cache, lines, filled, copies)
+        watched = watched_rows(filled, copies)
+        match = next(one.match for one in reversed(found) if one.match)
+        return Served(
+            replace(match, reason=None if missed is None else missed.reason),
+            slots,
+            slots,
+            None if watched is None else watched[0],
+            found[-1].file,
+            lines=None if watched is None else tuple(watched[1]),
+            reused=sum(one.held for one in filled),
+        )
 
     def _steps(self, served: Served, total: int) -> int:
         """How many tokens of the prompt must be fed one by one before ``generate`` feeds the last."""

@@ -28,8 +28,8 @@ from kvkeep.errors import (
 )
 
 PREFIX = 300
-ASKED = 20
-"""Tokens by which a model is asked, once, whether it goes on from a cache as it should."""
+ASKED = 20 + 1
+"""Tokens by which a model is asked, once, whether it goes on from a cache as it should, and then from this one."""
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from kvkeep.compat.caches import (
     counts_tokens,
     dynamic_cache,
     empty_cache,
+    extend,
     fill_dynamic,
     is_known_cache,
     is_offloaded,
@@ -30,7 +31,7 @@ from kvkeep.compat.caches import (
     set_static_length,
     static_cache,
 )
-from kvkeep.compat.generating import SEAM, generation_inputs, has_seam, names_cache_kind, run_guarded
+from kvkeep.compat.generating import CHUNKS, SEAM, generation_inputs, has_seam, names_cache_kind, run_guarded
 from kvkeep.compat.media import (
     CUTS_INPUTS,
     ENCODE_STEP,
@@ -57,6 +58,7 @@ from kvkeep.compat.models import (
 from kvkeep.compat.versions import GENERATE_ARGUMENTS, GENERATE_CACHE_ARGUMENT, TRANSFORMERS
 
 __all__ = [
+    "CHUNKS",
     "CUTS_INPUTS",
     "DUMMY_LAYERS",
     "DYNAMIC_LAYER",
@@ -83,6 +85,7 @@ __all__ = [
     "counts_tokens",
     "dynamic_cache",
     "empty_cache",
+    "extend",
     "fill_dynamic",
     "forward_cache_argument",
     "generation_inputs",

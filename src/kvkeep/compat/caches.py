@@ -95,6 +95,15 @@ def fill_dynamic(layer: Any, keys: torch.Tensor, values: torch.Tensor, seen: int
         layer._sliding_window_tensor = window.to(keys.device)
 
 
+def extend(cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Append keys and values ([lines, heads, slots, dim]) to an empty layer, as a prefill of so many slots would."""
+    slots = keys.shape[2]
+    if "cache_kwargs" in inspect.signature(cache.update).parameters:
+        cache.update(keys, values, number, {"cache_position": torch.arange(slots, device=keys.device)})
+    else:
+        cache.update(keys, values, number)
+
+
 def empty_cache(cache: Any) -> None:
     """Make a cache hold nothing, as it was when it was made. 4.57 only zeroes what grows, and keeps its length."""
     cache.reset()

@@ -20,6 +20,9 @@ SEAM = (
 )
 """The methods of ``GenerationMixin`` that ``attachment`` wraps: the inputs, the cache, and the first forward pass."""
 
+CHUNKS = _PREFILLS
+"""Whether ``prefill_chunk_size`` goes on from a filled cache, and does not feed what it holds again."""
+
 
 def has_seam(model: torch.nn.Module) -> bool:
     """Whether ``generate`` of this model goes through the two methods that the hand-over wraps, as it knows them."""
@@ -48,7 +51,7 @@ def run_guarded(
     Args:
         model: the model.
         original: the method.
-        ids: the prompt's ids, [1, tokens].
+        ids: the prompt's ids as they are fed, [lines, slots].
         agrees: called with the cache once the first forward pass is over; when it says no, the cache is empty and the
             pass runs again over the whole prompt.
         take_back: called before that with the model inputs, to give them back what the cache had made needless.

@@ -1,0 +1,268 @@
+"""Several lines at once: padded prompts, beams, several sequences of one prompt; each line as without a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_NAMES, VOCABULARY, build_tiny
+
+from kvkeep import BoundStore, CacheStore, compat
+
+STORED, NEW = 30, 4
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def random_ids(length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows [1, tokens] as a tokenizer pads them: at the left."""
+    slots = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (slots - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(r), (slots - r.shape[1], 0)) for r in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def build(name: str) -> Any:
+    model = build_tiny(name)
+    model.generation_config.eos_token_id = None  # random weights would end anywhere
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+@pytest.fixture
+def kv(llama: Any, tmp_path: Path) -> BoundStore:
+    return CacheStore(tmp_path / "store").bind(llama)
+
+
+def outcome(generate: Any, *args: Any, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences, and the logits of the first step."""
+    torch.manual_seed(3)
+    out = generate(*args, **{**OPTIONS, **inputs})
+    return out.sequences, out.logits[0]
+
+
+def fed_by(model: Any, work: Any) -> int:
+    counts: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: counts.append(out[..., 0].numel()))
+    try:
+        work()
+    finally:
+        hook.remove()
+    return sum(counts)
+
+
+def assert_same(ours: tuple[torch.Tensor, torch.Tensor], control: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(ours[0], control[0])
+    assert (ours[1] - control[1]).abs().max() < 5e-5 * control[1].abs().max()
+
+
+def tails(prefix: torch.Tensor, *lengths: int) -> list[torch.Tensor]:
+    return [torch.cat([prefix, random_ids(length, seed=length)], dim=1) for length in lengths]
+
+
+MODES: dict[str, tuple[dict[str, Any], int]] = {
+    "greedy": ({}, 1),
+    "beams": ({"num_beams": 3}, 3),
+    "several of each": ({"num_return_sequences": 2, "do_sample": True}, 2),
+    "beams, several of each": ({"num_beams": 3, "num_return_sequences": 2}, 3),
+    "sampled beams": ({"num_beams": 2, "do_sample": True}, 2),
+    "static": ({"cache_implementation": "static", "disable_compile": True}, 1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [(5, 9, 2), (6,), (4, 4)])
+def test_lines_with_one_prefix_reuse_it(llama: Any, kv: BoundStore, mode: str, lengths: tuple[int, ...]) -> None:
+    options, copies = MODES[mode]
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, *lengths))
+    control = outcome(llama.generate, **batch, **options)
+    kv.warm(prefix)
+    ours: list[Any] = []
+    fed = fed_by(llama, lambda: ours.append(outcome(kv.generate, batch, **options)))
+    assert_same(ours[0], control)
+    report = kv.last_report
+    assert report is not None
+    longest = max(lengths)
+    # All lines are cut where the prefix of the longest one ends, and the guard has one slot more.
+    reused = sum(STORED - (longest - length) - 1 for length in lengths)
+    assert (report.prompt_tokens, report.reused_tokens) == (sum(STORED + length for length in lengths), reused)
+    assert report.reason in (None, f"diverged: the stored prefix goes on otherwise at token {STORED}")
+    slots = longest + 1
+    assert fed == len(lengths) * copies * (slots + NEW - 1)
+
+
+def test_each_line_has_a_prefix_of_its_own(llama: Any, kv: BoundStore) -> None:
+    long, short = random_ids(50, seed=7), random_ids(20, seed=8)
+    rows = [*tails(long, 3), *tails(short, 12), *tails(long, 9)]
+    batch = padded(*rows)
+    control = outcome(llama.generate, **batch)
+    kv.warm(long)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    # Cut where the line begins of which nothing is stored, but for one slot.
+    assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:7]) == ((27 - 6) + 27 - 2, "prefix:")
+    kv.warm(short)
+    assert_same(outcome(kv.generate, batch), control)
+    # The lines begin at 6, 27 and 0: their prefixes end at 56, 47 and 50. All are cut at 47, but for one slot.
+    assert kv.last_report.reused_tokens == (47 - 6) + (47 - 27) + 47 - 3
+
+
+def test_a_line_without_anything_stored_keeps_the_others_from_reuse(llama: Any, kv: BoundStore) -> None:
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, 4), random_ids(34, seed=9))
+    control = outcome(llama.generate, **batch)
+    kv.warm(prefix)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, kv.last_report.reason) == (
+        0,
+        "prefix: no stored prefix starts like this prompt",
+    )
+
+
+def test_a_line_of_padding_up_to_the_cut_is_no_obstacle(llama: Any, kv: BoundStore) -> None:
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, 10), random_ids(5, seed=9))
+    control = outcome(llama.generate, **batch)
+    kv.warm(prefix)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens == STORED - 1
+
+
+@pytest.mark.parametrize("name", TINY_NAMES)
+@pytest.mark.parametrize("length", [3, 20])
+def test_windows_that_move_on(name: str, tmp_path: Path, length: int) -> None:
+    """Also where the guard's row is out of every window before the prompt is fed: then it is fed alone, before."""
+    model = build(name)
+    kv = CacheStore(tmp_path / "store").bind(model)
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, length), torch.cat([prefix, random_ids(length, seed=77)], dim=1))
+    control = outcome(model.generate, **batch, num_beams=2)
+    kv.warm(prefix)
+    assert_same(outcome(kv.generate, batch, num_beams=2), control)
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, kv.last_report.reason) == (2 * (STORED - 1), None)
+
+
+def test_windows_of_lines_of_other_lengths_run_without_the_store(tmp_path: Path) -> None:
+    """A sliding layer keeps no rows for a cut that lies far before the end of the entry."""
+    model = build("mistral")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, 2, 9))
+    control = outcome(model.generate, **batch)
+    kv.warm(prefix)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:5]) == (0, "trim:")
+
+
+def test_a_prefill_in_chunks_goes_on_behind_what_is_stored(llama: Any, kv: BoundStore) -> None:
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, 9))
+    control = outcome(llama.generate, **batch, prefill_chunk_size=4)
+    kv.warm(prefix)
+    assert_same(outcome(kv.generate, batch, prefill_chunk_size=4), control)
+    assert kv.last_report is not None
+    if compat.CHUNKS:
+        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (STORED - 1, None)
+    else:  # 4.57 feeds what a filled cache holds again
+        assert kv.last_report.reason == "mode: prefill_chunk_size is not served yet"
+
+
+def test_a_pipeline_of_several_texts_reuses_while_attached(llama: Any, kv: BoundStore) -> None:
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, 5, 7))
+    control = outcome(llama.generate, **batch)
+    kv.warm(prefix)
+    with kv.attached():
+        assert_same(outcome(llama.generate, **batch), control)
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens == 2 * (STORED - 1) - 2
+
+
+# --- the guard ---
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "static"])
+def test_the_guard_stops_a_changed_model_for_all_lines(tmp_path: Path, mode: str) -> None:
+    options, _ = MODES[mode]
+    model = build("llama")
+    kv = CacheStore(tmp_path / "store").bind(model, model_id="one word for all")
+    prefix = random_ids(STORED)
+    kv.warm(prefix)
+    with torch.no_grad():
+        for parameter in model.model.layers[1].parameters():
+            parameter.mul_(1.02)
+    batch = padded(*tails(prefix, 5, 8))
+    control = outcome(model.generate, **batch, **options)
+    assert_same(outcome(kv.generate, batch, **options), control)
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens == 0
+    assert str(kv.last_report.reason).startswith("guard: a row computed again differs")
+
+
+def test_one_wrong_line_is_enough(llama: Any, kv: BoundStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second line's own entry is made to hold what another prompt left there."""
+    import kvkeep.lines
+
+    one, two = random_ids(STORED, seed=7), random_ids(STORED, seed=8)
+    kv.warm(one)
+    kv.warm(two)
+    batch = padded(*tails(one, 4), *tails(two, 4))
+    control = outcome(llama.generate, **batch)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens == 2 * (STORED - 1)
+    original = kvkeep.lines.lay_out
+
+    def swap(cache: Any, lines: Any, filled: Any, copies: int) -> int:
+        wrong = kvkeep.lines.Filled(filled[0].cache, filled[1].held, filled[1].row)
+        return original(cache, lines, [filled[0], wrong], copies)
+
+    monkeypatch.setattr("kvkeep.serving.lay_out", swap)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report.reused_tokens == 0
+    assert str(kv.last_report.reason).startswith("guard: ")
+
+
+# --- not served ---
+
+
+def test_padding_within_a_line_is_not_served(llama: Any, kv: BoundStore) -> None:
+    prefix = random_ids(STORED)
+    kv.warm(prefix)
+    batch = padded(*tails(prefix, 5, 7))
+    batch["attention_mask"][1, 4] = 0
+    control = outcome(llama.generate, **batch)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:7]) == (0, "inputs:")
+
+
+def test_other_positions_are_not_served(llama: Any, kv: BoundStore) -> None:
+    prefix = random_ids(STORED)
+    kv.warm(prefix)
+    batch = padded(*tails(prefix, 5, 7))
+    slots = torch.arange(batch["input_ids"].shape[1]).expand(2, -1)  # as if padding counted
+    control = outcome(llama.generate, **batch, position_ids=slots)
+    assert_same(outcome(kv.generate, batch, position_ids=slots), control)
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:10]) == (0, "positions:")
