@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -19,6 +19,7 @@ from kvkeep.inputs import Inputs, input_device, read_inputs
 from kvkeep.keys import TokenIds, common_prefix
 from kvkeep.layouts import plan_layers
 from kvkeep.legacy import Pair, to_pairs
+from kvkeep.lines import batch_lines
 from kvkeep.prefixes import uncut
 from kvkeep.prompts import Prompt, is_batch, is_messages, read_ids, read_prompt
 from kvkeep.records import Entry, GenerateReport, Identity, Match
@@ -96,6 +97,7 @@ class BoundStore:
         *,
         cache_implementation: str = "dynamic",
         max_cache_len: int | None = None,
+        into: Any = None,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -108,15 +110,23 @@ class BoundStore:
             prompt: the whole prompt. The cache covers at most all of its tokens but the last.
             cache_implementation: ``"dynamic"`` or ``"static"``.
             max_cache_len: capacity of a static cache in tokens; must leave room for the prompt and what follows.
+            into: a cache of yours to be emptied and filled in place, instead of a new one: the buffers of a static
+                cache stay where they are, so that what was compiled for them goes on without being compiled anew.
 
         Returns:
-            A ``DynamicCache`` or ``StaticCache`` of your own (nothing else holds its tensors), or ``None`` on a miss.
+            ``into``, or a ``DynamicCache`` or ``StaticCache`` of your own (nothing else holds its tensors). ``None``
+            on a miss; ``into`` is empty then.
 
         Raises:
             InvalidRequestError: for an unknown cache kind, or a static cache without enough room.
         """
         inputs = self._read(prompt, tools, documents, chat_template_kwargs)
-        cache = self._empty_cache(cache_implementation, max_cache_len, len(inputs))
+        if into is None:
+            cache = self._empty_cache(cache_implementation, max_cache_len, len(inputs))
+        elif compat.is_known_cache(into):
+            cache = compat.emptied(into)
+        else:
+            raise InvalidRequestError(f"into= takes a DynamicCache or StaticCache, not a {type(into).__name__}")
         return cache if self._serving.load(cache, inputs) else None
 
     def _read(
@@ -207,21 +217,41 @@ class BoundStore:
         whole = self._read(messages, tools, documents, chat_template_kwargs)
         return whole.first(uncut(whole.media, common_prefix(whole.ids.int32, ids.int32)))
 
-    def save(self, cache: Any, input_ids: Any, *, name: str | None = None, guard: bool | None = None) -> Entry:
+    @overload
+    def save(self, cache: Any, input_ids: Any, *, name: str | None = None, guard: bool | None = None) -> Entry: ...
+
+    @overload
+    def save(
+        self, cache: Any, input_ids: Any, *, attention_mask: Any, name: None = None, guard: bool | None = None
+    ) -> list[Entry]: ...
+
+    def save(
+        self,
+        cache: Any,
+        input_ids: Any,
+        *,
+        attention_mask: Any = None,
+        name: str | None = None,
+        guard: bool | None = None,
+    ) -> Entry | list[Entry]:
         """Store a cache that you prefilled yourself: a ``DynamicCache``, a ``StaticCache``, or a legacy tuple.
 
         The model computes the last token again, and the cache must agree: nothing else can prove that it belongs to
-        this model and these ids. Where a sliding window has moved on, that takes the whole prefill.
+        this model and these ids. Where a sliding window has moved on, or the cache holds more than keys and values,
+        that takes the whole prefill.
 
         Args:
-            cache: the cache of one sequence. It is only read.
+            cache: the cache of one sequence, or, with ``attention_mask``, of several. It is only read.
             input_ids: exactly the ids that it holds: after ``generate`` that is one fewer than the sequence has. Where
                 pictures are among them, a mapping of these ids and what the processor returned with them.
+            attention_mask: for a cache of several lines, [lines, slots] like the ids: 0 where a slot is padding, which
+                may only be at the left. What generated tokens need, ones at the right, may be left out.
             name: a name for the entry.
             guard: ``False`` saves the cache unchecked. The bind's setting by default.
 
         Returns:
-            The entry; the one that was there, if this prefix was stored before.
+            The entry; the one that was there, if this prefix was stored before. With ``attention_mask`` a list, one
+            entry a line.
 
         Raises:
             CacheMismatchError: if ids and cache disagree in length, a layer is not filled, or the model computes
@@ -229,14 +259,14 @@ class BoundStore:
             UnsupportedCacheError: naming the class, for a cache or layer that kvkeep does not know.
             StoreReadOnlyError, StoreWriteError: if it could not be stored.
         """
-        entry = saving.save(
-            self.store,
-            self._live,
-            self.tokenizer,
-            cache,
-            self._read_held(input_ids),
-            guard=self.guard if guard is None else guard,
-        )
+        guarded = self.guard if guard is None else guard
+        if attention_mask is not None:
+            if name is not None:
+                raise InvalidRequestError("name= is for one entry: name those of a batch with store.name(entry, name)")
+            lines = batch_lines(self._live.model(), input_ids, attention_mask)
+            return saving.save_lines(self.store, self._live, self.tokenizer, cache, lines, guard=guarded)
+        held = self._read_held(input_ids)
+        entry = saving.save(self.store, self._live, self.tokenizer, cache, held, guard=guarded)
         return entry if name is None else self.store.name(entry, name)
 
     def _read_held(self, given: Any) -> Inputs:

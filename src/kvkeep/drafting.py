@@ -44,6 +44,16 @@ def describe(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerS
                 "save the Cache object that it came from"
             )
         return states
+    check_kept(cache, length)
+    return describe_cache(cache, plans, length)
+
+
+def check_kept(cache: Any, length: int) -> None:
+    """Refuse what is no cache that kvkeep keeps, or holds another number of tokens.
+
+    Raises:
+        UnsupportedCacheError, CacheMismatchError: if so.
+    """
     if not compat.is_known_cache(cache):
         raise UnsupportedCacheError(f"a {type(cache).__name__} is not a cache that kvkeep can keep")
     cached = compat.cached_tokens(cache)
@@ -52,7 +62,6 @@ def describe(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerS
             f"the cache holds {cached} tokens and {length} ids were given. The last generated token is never in the "
             f"cache: if the first {cached} ids are its tokens, save it with input_ids[:, :{cached}]"
         )
-    return describe_cache(cache, plans, length)
 
 
 def entry_key(prefix: Prefix, identity: Identity, namespace: bytes) -> EntryKey:

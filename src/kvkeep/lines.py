@@ -15,7 +15,7 @@ import torch
 
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError
-from kvkeep.inputs import Inputs
+from kvkeep.inputs import Inputs, read_inputs
 from kvkeep.prompts import left_padding, read_ids
 
 Rows = Sequence[Mapping[str, torch.Tensor]]
@@ -69,6 +69,24 @@ def read_lines(ids: torch.Tensor, mask: torch.Tensor | None) -> list[Line]:
         if padding == len(row):
             raise InvalidPromptError(f"line {number} of the batch is padding alone")
         lines.append(Line(Inputs(row[padding:]), padding))
+    return lines
+
+
+def batch_lines(model: Any, input_ids: Any, attention_mask: Any) -> list[Line]:
+    """The lines of a batch that a cache holds; ones that the mask lacks at the right are taken as there.
+
+    Raises:
+        InvalidPromptError: if these are not ids and a mask of several lines, or a line has padding within.
+        UnsupportedRequestError: for ids that stand for pictures.
+    """
+    ids, mask = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
+    if ids.dim() != 2 or mask.dim() != 2 or ids.shape[0] != mask.shape[0] or mask.shape[1] > ids.shape[1]:
+        raise InvalidPromptError(
+            f"a batch is ids and a mask of [lines, slots]; these are {list(ids.shape)} and {list(mask.shape)}"
+        )
+    lines = read_lines(ids, torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1))
+    for line in lines:
+        read_inputs(model, line.inputs.ids, {})
     return lines
 
 

@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvkeep import compat
-from kvkeep.drafting import describe, draft_entry, entry_key
+from kvkeep.drafting import check_kept, describe, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
 from kvkeep.guard import manner_of, objection_to, prove, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs
-from kvkeep.layouts import LayerPlan, LayerState, describe_prefilled, plan_layers, sliding_start
+from kvkeep.layouts import (
+    LayerPlan,
+    LayerState,
+    batch_pairs,
+    describe_layers,
+    describe_prefilled,
+    plan_layers,
+    sliding_start,
+)
+from kvkeep.lines import Line
 from kvkeep.prefill import CHUNK, check_known, prefill
 from kvkeep.prefixes import uncut
 from kvkeep.records import Entry
@@ -95,6 +104,44 @@ def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, inpu
     model = live.model()
     plans = _plans(live, len(inputs))
     states = describe_idle(model, cache, len(inputs), plans)
+    return _save_states(store, live, tokenizer, inputs, states, plans, guard=guard)
+
+
+def save_lines(
+    store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, lines: Sequence[Line], *, guard: bool
+) -> list[Entry]:
+    """Store each line of a cache that the user prefilled with several; lines that are the same once."""
+    store.check_writable()
+    model = live.model()
+    slots = max(line.padding + len(line.inputs) for line in lines)
+    plans = _plans(live, slots)
+    _check_idle(model)
+    check_kept(cache, slots)
+    pairs = batch_pairs(cache, slots)
+    if any(keys.shape[0] != len(lines) for keys, _ in pairs):
+        raise CacheMismatchError(f"the cache holds {pairs[0][0].shape[0]} lines and {len(lines)} were given")
+    entries: dict[bytes, Entry] = {}
+    for number, line in enumerate(lines):
+        if line.inputs.ids.int64 not in entries:
+            tokens = len(line.inputs)
+            own = [tuple(rows[number : number + 1, :, -tokens:] for rows in pair) for pair in pairs]
+            states = describe_layers([(keys, values) for keys, values in own], plans, tokens)
+            entry = _save_states(store, live, tokenizer, line.inputs, states, plans, guard=guard)
+            entries[line.inputs.ids.int64] = entry
+    return [entries[line.inputs.ids.int64] for line in lines]
+
+
+def _save_states(
+    store: CacheStore,
+    live: LiveIdentity,
+    tokenizer: Any,
+    inputs: Inputs,
+    states: Sequence[LayerState],
+    plans: Sequence[LayerPlan],
+    *,
+    guard: bool,
+) -> Entry:
+    model = live.model()
     key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
     if guard:
         objection = _objection(model, inputs, states, plans, chunk=_chunk(live, len(inputs)))
@@ -113,10 +160,14 @@ def _put(store: CacheStore, key: EntryKey, live: LiveIdentity, draft: Draft) -> 
     return store.put(draft)
 
 
-def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan]) -> list[LayerState]:
-    """Describe a cache of a model that is not being trained."""
+def _check_idle(model: Any) -> None:
     if model.training:
         raise UnsupportedRequestError("the model is in training mode, where caches are noisy: call model.eval()")
+
+
+def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan]) -> list[LayerState]:
+    """Describe a cache of a model that is not being trained."""
+    _check_idle(model)
     return describe(cache, plans, length)
 
 

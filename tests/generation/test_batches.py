@@ -10,6 +10,7 @@ import torch
 from tiny_models import TINY_NAMES, VOCABULARY, build_tiny
 
 from kvkeep import BoundStore, CacheStore, compat
+from kvkeep.errors import CacheMismatchError, InvalidPromptError, InvalidRequestError
 
 STORED, NEW = 30, 4
 OPTIONS: dict[str, Any] = {
@@ -266,3 +267,52 @@ def test_other_positions_are_not_served(llama: Any, kv: BoundStore) -> None:
     assert_same(outcome(kv.generate, batch, position_ids=slots), control)
     assert kv.last_report is not None
     assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:10]) == (0, "positions:")
+
+
+# --- saving ---
+
+
+@pytest.mark.parametrize("name", TINY_NAMES)
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_each_line_of_a_saved_batch_is_an_entry(name: str, kind: str, tmp_path: Path) -> None:
+    model = build(name)
+    kv = CacheStore(tmp_path / "store").bind(model)
+    rows = [random_ids(length, seed=length) for length in (20, 13)]
+    batch = padded(*rows, rows[0])
+    options = {"cache_implementation": "static", "disable_compile": True} if kind == "static" else {}
+    out = model.generate(**batch, **{**OPTIONS, **options})
+    cache = getattr(out, compat.GENERATE_CACHE_ARGUMENT)
+    entries = kv.save(cache, out.sequences[:, :-1], attention_mask=batch["attention_mask"])
+    assert [entry.end for entry in entries] == [20 + NEW - 1, 13 + NEW - 1, 20 + NEW - 1]
+    assert len({entry.key for entry in entries}) == 2 == len(kv.store.entries())
+    for number in (0, 1):
+        whole = out.sequences[number : number + 1][:, batch["attention_mask"][number].argmax() :]
+        control = outcome(model.generate, input_ids=whole, attention_mask=torch.ones_like(whole))
+        assert_same(outcome(kv.generate, whole), control)
+        assert kv.last_report is not None
+        assert kv.last_report.reused_tokens >= whole.shape[1] - 2
+        assert kv.last_report.reason is None
+
+
+def test_a_batch_is_saved_with_its_own_lines_alone(llama: Any, kv: BoundStore) -> None:
+    batch = padded(random_ids(20), random_ids(13, seed=2))
+    out = llama.generate(**batch, **OPTIONS)
+    cache = getattr(out, compat.GENERATE_CACHE_ARGUMENT)
+    ids, mask = out.sequences[:, :-1], batch["attention_mask"]
+    with pytest.raises(CacheMismatchError, match="not hold what this model computes"):
+        kv.save(cache, ids.flip(0), attention_mask=mask.flip(0))
+    with pytest.raises(CacheMismatchError, match="23 tokens and 24 ids were given"):
+        kv.save(cache, out.sequences, attention_mask=mask)
+    with pytest.raises(CacheMismatchError, match="holds 2 lines and 1 were given"):
+        kv.save(cache, ids[:1], attention_mask=mask[:1])
+    with pytest.raises(InvalidPromptError, match="a batch is ids and a mask of"):
+        kv.save(cache, ids, attention_mask=mask[:1])
+    hole = mask.clone()
+    hole[0, 5] = 0
+    with pytest.raises(InvalidPromptError, match="hides tokens that are not padding"):
+        kv.save(cache, ids, attention_mask=hole)
+    with pytest.raises(InvalidRequestError, match="name= is for one entry"):
+        kv.save(cache, ids, attention_mask=mask, name="both")  # type: ignore[call-overload]
+    with pytest.raises(InvalidPromptError, match="several rows"):
+        kv.save(cache, ids)
+    assert kv.store.entries() == []

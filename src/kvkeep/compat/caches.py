@@ -78,7 +78,8 @@ def is_offloaded(cache: Any) -> bool:
 
 def lazy_initialization(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Allocate a static layer's buffers for sequences shaped like ``keys`` and ``values`` ([1, heads, 0, dim])."""
-    if "value_states" in inspect.signature(layer.lazy_initialization).parameters:
+    parameters = inspect.signature(layer.lazy_initialization).parameters
+    if "value_states" in parameters or "args" in parameters:  # hybrid layers take whatever either of their parts does
         layer.lazy_initialization(keys, values)
     else:
         layer.lazy_initialization(keys)
@@ -113,6 +114,12 @@ def empty_cache(cache: Any) -> None:
             layer.is_initialized = False
         elif getattr(layer, "is_initialized", False):
             set_static_length(layer, 0)
+
+
+def emptied(cache: Any) -> Any:
+    """The same cache, holding nothing."""
+    empty_cache(cache)
+    return cache
 
 
 def set_static_length(layer: Any, seen: int) -> None:

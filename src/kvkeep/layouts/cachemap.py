@@ -91,6 +91,28 @@ def describe_cache(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[
     return states
 
 
+def batch_pairs(cache: Any, slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The keys and values of every layer of a cache of several lines, [lines, heads, rows, dim]: the last of its slots.
+
+    Raises:
+        UnsupportedCacheError: for a layer that is not plain attention, naming it.
+        CacheMismatchError: for a layer that has seen another number of slots.
+    """
+    pairs = []
+    for number, layer in enumerate(cache.layers):
+        plan = codec_for(layer, number).plan(layer)
+        if not plan.plain:
+            raise UnsupportedCacheError(
+                f"layer {number} of the cache is of the kind {plan.kind}: save such caches one sequence at a time"
+            )
+        seen = compat.seen_tokens(layer)
+        if seen != slots:
+            raise CacheMismatchError(f"layer {number} of the cache holds {seen} slots where {slots} were expected")
+        held = min(slots, layer.keys.shape[2])
+        pairs.append((layer.keys[:, :, :held], layer.values[:, :, :held]))
+    return pairs
+
+
 def describe_prefilled(cache: Any, plans: Sequence[LayerPlan], length: int, *, slack: int) -> list[LayerState]:
     """Describe a cache that holds every row of ``length`` tokens, but with ``slack`` more than needed of windows.
 
