@@ -3,7 +3,7 @@
 SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo bench test test-all lint clean models system
+.PHONY: help setup demo bench test test-all supported lint clean models system
 
 PYTHON ?= python3
 ENV := .venv
@@ -40,6 +40,11 @@ test-all: setup models system ## Runs the slow tests, with both versions of tran
 	$(call slow_tests,$(BIN)/python)
 	$(call slow_tests,$(OLD)/bin/python)
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")
+
+supported: setup ## Checks every model type with both versions of transformers, and writes SUPPORTED.md
+	$(BIN)/python tests/sweep/conform.py --write --json $(ENV)/sweep.json
+	$(OLD)/bin/python tests/sweep/conform.py --write --json $(OLD)/sweep.json
+	$(BIN)/python tools/make_supported_table.py $(ENV)/sweep.json $(OLD)/sweep.json
 
 lint: $(ENV)/.ready ## Checks style, types and the direction of imports
 	$(BIN)/ruff check .

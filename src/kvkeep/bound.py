@@ -18,7 +18,7 @@ from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device, read_inputs
 from kvkeep.keys import TokenIds, common_prefix
 from kvkeep.layouts import plan_layers
-from kvkeep.legacy import Pair, to_pairs
+from kvkeep.legacy import Pair, to_pairs, tokens_for_pairs
 from kvkeep.lines import batch_lines
 from kvkeep.prefixes import uncut
 from kvkeep.prompts import Prompt, is_batch, is_messages, read_ids, read_prompt
@@ -273,11 +273,18 @@ class BoundStore:
         read = read_prompt(given, None) if isinstance(given, Mapping) else Prompt(read_ids(given), {}, "ids")
         return read_inputs(self._live.model(), read.ids, read.extras)
 
-    def to_legacy(self, cache: Any) -> tuple[Pair, ...]:
-        """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim]."""
+    def to_legacy(self, cache: Any) -> tuple[Pair | None, ...]:
+        """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim].
+
+        A layer that keeps nothing is ``None``.
+
+        Raises:
+            UnsupportedCacheError: naming layer and kind, for a model whose layers keep more than keys and values.
+            CacheMismatchError: if the cache is empty, or not as the model would fill it.
+        """
         model = self._live.model()
         plans = plan_layers(compat.text_config(model))
-        return to_pairs(saving.describe_idle(model, cache, compat.cached_tokens(cache), plans))
+        return to_pairs(saving.describe_idle(model, cache, tokens_for_pairs(cache, plans), plans))
 
     # --- generate ---
 
@@ -318,7 +325,8 @@ class BoundStore:
         """``model.generate``, with the longest stored prefix of the prompt reused instead of computed.
 
         Takes the arguments of ``model.generate`` and returns what it returns; sequences include the whole prompt. What
-        was reused is in ``last_report``. Modes that are not served yet run without the store, with that reason.
+        was reused is in ``last_report``; of several lines it has the sums. Modes that are not served yet run without
+        the store, with that reason. Lines of a batch are cut where all of them are stored.
 
         One stored token is computed again with the new ones. If its rows are not the stored ones, the whole prompt is
         computed before anything is sampled; ``guard`` overrules the bind's setting for this call.
