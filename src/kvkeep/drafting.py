@@ -19,31 +19,26 @@ from kvkeep.layouts import (
     LayerPlan,
     LayerState,
     describe_cache,
-    describe_layers,
     head_buffers,
     whole_buffer,
 )
-from kvkeep.legacy import is_legacy, legacy_pairs
+from kvkeep.legacy import describe_legacy, is_legacy
 from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
 from kvkeep.storage.entries import Draft, TensorSource
 
 
-def describe(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerState]:
+def describe(cache: Any, plans: Sequence[LayerPlan], length: int, config: Any) -> list[LayerState]:
     """Describe a cache that holds ``length`` tokens of one sequence: a ``Cache``, or a legacy tuple.
+
+    ``config`` is that of the text model, which says how old tuples are laid out.
 
     Raises:
         UnsupportedCacheError: naming the class, for a cache or layer that kvkeep does not know.
         CacheMismatchError: if it holds another number of tokens, or a layer is not as the model would fill it.
     """
     if is_legacy(cache):
-        states = describe_layers(legacy_pairs(cache), plans, length)
-        if all(state.record.first for state in states):
-            raise CacheMismatchError(
-                "every layer of the tuple begins behind token 0, so nothing in it says how many tokens it has seen: "
-                "save the Cache object that it came from"
-            )
-        return states
+        return describe_legacy(cache, plans, length, config)
     check_kept(cache, length)
     return describe_cache(cache, plans, length)
 

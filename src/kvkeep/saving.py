@@ -168,7 +168,7 @@ def _check_idle(model: Any) -> None:
 def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan]) -> list[LayerState]:
     """Describe a cache of a model that is not being trained."""
     _check_idle(model)
-    return describe(cache, plans, length)
+    return describe(cache, plans, length, compat.text_config(model))
 
 
 def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:

@@ -55,6 +55,14 @@ def plan_of_window(layer: Any) -> LayerPlan:
     return LayerPlan("sliding", window) if window else LayerPlan("full")
 
 
+def check_filled(layer: Any, length: int) -> None:
+    """Refuse a layer that has not seen exactly ``length`` tokens, with a ``ValueError``."""
+    if not layer.is_initialized or layer.keys is None:
+        raise ValueError("it was never filled")
+    if (seen := compat.seen_tokens(layer)) != length:
+        raise ValueError(f"it has seen {seen} tokens, not {length}")
+
+
 def sliding_start(plan: LayerPlan, length: int) -> int:
     """The first position whose row a layer needs to continue after ``length`` tokens."""
     return max(0, length - (plan.window - 1)) if plan.kind == "sliding" else 0
@@ -77,6 +85,7 @@ class DynamicCodec:
         return plan_of_window(layer)
 
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
+        check_filled(layer, length)
         return attention_state(layer.keys, layer.values, plan, length - layer.keys.shape[-2], length)
 
     def wanted(self, layer: Any, record: LayerRecord, tokens: int) -> tuple[int, int]:
@@ -104,6 +113,7 @@ class StaticCodec:
         return LayerPlan("full")
 
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
+        check_filled(layer, length)
         return attention_state(layer.keys[:, :, :length], layer.values[:, :, :length], plan, 0, length)
 
     def wanted(self, layer: Any, record: LayerRecord, tokens: int) -> tuple[int, int]:
@@ -130,6 +140,7 @@ class StaticSlidingCodec:
         return plan_of_window(layer)
 
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
+        check_filled(layer, length)
         held = min(length, layer.max_cache_len)
         return attention_state(layer.keys[:, :, :held], layer.values[:, :, :held], plan, length - held, length)
 

@@ -80,7 +80,9 @@ class HybridCodec:
         return replace(plan, kind=f"linear+{plan.kind}", snapshot=True)
 
     def describe(self, layer: Any, plan: LayerPlan, length: int) -> LayerState:
-        attended = self._attention.describe(layer, self._attention.plan(layer), length)
+        # Of the plan given, not of the layer: a static one does not know its window.
+        attention = replace(plan, kind=plan.kind.removeprefix("linear+"), snapshot=False)
+        attended = self._attention.describe(layer, attention, length)
         linear = self._linear.describe(layer, plan, length)
         record = replace(
             attended.record,
