@@ -5,6 +5,8 @@ A field stays unless it is known to change nothing: a field too many costs a mis
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +23,7 @@ _PROVENANCE = {
 _DTYPES = {"dtype", "torch_dtype", "use_bfloat16"}  # the tensors themselves say it
 _TOKEN_IDS = {  # what ends or pads a text; ids that stand for pictures and the like stay
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("forced_bos_token_id", "forced_eos_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id", "eod_token_id"),
 }
 _GENERATION = {
     *(
@@ -39,7 +41,18 @@ _GENERATION = {
 }
 _OUTPUTS = {
     *("return_dict", "output_attentions", "output_hidden_states", "output_scores", "output_router_logits"),
-    *("use_cache", "torchscript", "tf_legacy_loss", "num_labels", "id2label", "label2id", "problem_type"),
+    *(
+        "num_logits_to_keep",
+        "reference_compile",
+        "use_cache",
+        "verbose",
+        "torchscript",
+        "tf_legacy_loss",
+        "num_labels",
+        "id2label",
+        "label2id",
+        "problem_type",
+    ),
 }
 _TRAINING = {  # besides every dropout probability: a stored cache comes from evaluation mode
     *("initializer_range", "initializer_factor", "gradient_checkpointing", "layerdrop", "router_aux_loss_coef"),
@@ -49,7 +62,10 @@ _ATTENTION = {
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
 }
 _LIMITS = {"max_position_embeddings"}  # only allocates: tables of positions and live frequencies are hashed themselves
-DROPPED = frozenset().union(_LIMITS, _PROVENANCE, _DTYPES, _TOKEN_IDS, _GENERATION, _OUTPUTS, _TRAINING, _ATTENTION)
+_FURTHER_AHEAD = {"num_nextn_predict_layers"}  # layers that some versions leave out; where they are, their weights are
+DROPPED = frozenset().union(
+    _LIMITS, _FURTHER_AHEAD, _PROVENANCE, _DTYPES, _TOKEN_IDS, _GENERATION, _OUTPUTS, _TRAINING, _ATTENTION
+)
 """Names of the fields that cannot change a KV cache."""
 
 _INERT = {  # shown for every class by some versions only, at values that mean nothing
@@ -57,8 +73,22 @@ _INERT = {  # shown for every class by some versions only, at values that mean n
     "chunk_size_feed_forward": 0,
     "is_decoder": False,
     "pruned_heads": {},
+    "position_embedding_type": "absolute",
     "tie_encoder_decoder": False,
 }
+
+_BUILT_IN = ("swiglu_alpha", "swiglu_limit")
+_SEEN_OTHERWISE = frozenset({"attention_bias", "head_dim", "is_decoder", "mlp_bias", *_BUILT_IN})
+"""Fields that mean the same whether or not a configuration's class knows them: the weights' names and shapes say so,
+or live modules do, or every type that obeys them knows them."""
+
+_MADE_INTO_LAYER_TYPES = ("_sliding_window_pattern", "global_attn_every_n_layers")
+
+_COMPUTED_OTHERWISE = frozenset({"deepseek_v2", "deepseek_v3", "doge", "longcat_flash", "mamba2"})
+"""Types whose KV of the same weights and settings is another since configurations are dataclasses.
+
+The deepseek kinds keep what keys and values are made of instead of them; doge and mamba2 compute otherwise.
+"""
 
 _INTERCHANGEABLE_ATTENTION = frozenset(
     {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
@@ -91,6 +121,10 @@ def config_fields(model: nn.Module, *, keep_rope: bool = False) -> dict[str, Any
     fields = _kept(config.to_dict())
     if not keep_rope:
         fields = {name: value for name, value in fields.items() if name not in rope.SETTINGS}
+    _say_once(fields, rotates=not keep_rope)
+    fields |= _built_in(model, fields)
+    if fields.get("model_type") in _COMPUTED_OTHERWISE:
+        fields["computed by"] = "newer" if hasattr(config, "__dataclass_fields__") else "older"
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
     if "head_dim" not in fields and isinstance(heads, int) and isinstance(width, int) and heads > 0:
         fields["head_dim"] = width // heads  # some versions write the number, some leave it out
@@ -98,6 +132,56 @@ def config_fields(model: nn.Module, *, keep_rope: bool = False) -> dict[str, Any
     if attention is not None:
         fields["attn_implementation"] = attention
     return fields
+
+
+def _say_once(fields: dict[str, Any], *, rotates: bool) -> None:
+    """Give fields the names and values that all versions can say, and leave out what others say already."""
+    if rotates and fields.get("position_embedding_type") == "rope":
+        del fields["position_embedding_type"]
+    if "num_experts" in fields and "num_local_experts" not in fields:  # renamed
+        fields["num_local_experts"] = fields.pop("num_experts")
+    if "encoder_layers" in fields and fields.get("num_hidden_layers") == fields["encoder_layers"]:
+        del fields["num_hidden_layers"]  # another name for it, which some versions list
+    if "no_rope_layers" in fields:  # made of the interval
+        fields.pop("no_rope_layer_interval", None)
+    kinds = fields.get("layer_types")
+    for name in _MADE_INTO_LAYER_TYPES if kinds else ():
+        fields.pop(name, None)
+    if isinstance(kinds, list) and set(kinds) == {"full_attention"} and not fields.get("sliding_window"):
+        # Some versions do not list the layers of a type whose layers are all the same, and a window of 0 is none.
+        del fields["layer_types"]
+        fields.pop("sliding_window", None)
+
+
+def _built_in(model: nn.Module, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that are settings in one version and part of the program in another, as the live modules have them."""
+    if fields.get("model_type") != "gpt_oss":
+        return {}
+    experts = sorted({(m.alpha, m.limit) for m in model.modules() if hasattr(m, "alpha") and hasattr(m, "limit")})
+    return dict(zip(_BUILT_IN, zip(*experts, strict=True), strict=True)) if experts else {}
+
+
+def undeclared(config: Any) -> frozenset[str]:
+    """The fields of a configuration that its class does not know.
+
+    A newer version may obey one of these, so the same value does not mean the same there.
+    """
+    kind: Any = type(config)
+    known = _declared(kind)
+    return frozenset(name for name in vars(config) if name not in known and name not in _SEEN_OTHERWISE)
+
+
+@functools.lru_cache(maxsize=256)
+def _declared(kind: Any) -> frozenset[str]:
+    names = {*getattr(kind, "attribute_map", {}), *getattr(kind, "__dataclass_fields__", {})}
+    for one in kind.__mro__[:-1]:
+        if "__init__" in vars(one):
+            names |= set(inspect.signature(one.__init__).parameters)
+    try:
+        default = kind()
+    except Exception:  # noqa: BLE001 - some cannot be made of nothing
+        return frozenset(names)
+    return frozenset(names | set(vars(default)) | set(default.to_dict()))
 
 
 def live_fields(config: Any) -> dict[str, Any]:
@@ -109,16 +193,28 @@ def live_fields(config: Any) -> dict[str, Any]:
 def attention_name(config: Any) -> str | None:
     """The attention implementation, if it is one that transformers does not ship as an equal of the others."""
     name = getattr(config, "_attn_implementation", None)
-    return None if name is None or name in _INTERCHANGEABLE_ATTENTION else str(name)
+    if name is None:
+        return None
+    return None if name in _INTERCHANGEABLE_ATTENTION and not _differs(config, name) else str(name)
+
+
+def _differs(config: Any, name: str) -> bool:
+    """Whether an implementation leaves out what others do for this model."""
+    return name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def _kept(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Drop what cannot matter, here and in the configurations inside."""
     return {
-        name: _kept(value) if isinstance(value, Mapping) and "model_type" in value else value
+        name: _inside(value) if isinstance(value, Mapping) and "model_type" in value else value
         for name, value in fields.items()
         if _matters(name, value)
     }
+
+
+def _inside(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a configuration inside, which some versions say is tied: it has no head."""
+    return {name: value for name, value in _kept(fields).items() if name != "tie_word_embeddings"}
 
 
 def _matters(name: str, value: Any) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvkeep.fingerprint import config, rope
+from kvkeep.fingerprint import config, constants, rope
 from kvkeep.fingerprint.adapters import adapters_digest
 from kvkeep.fingerprint.encoding import canonical_json, dtype_name
 from kvkeep.fingerprint.holdings import Anatomy, Holding, anatomy, holdings, state, unwrap
+from kvkeep.fingerprint.saved import saved_digests
 from kvkeep.fingerprint.tensors import tensor_digests
 from kvkeep.keys import digest_fields
 from kvkeep.placement import device_of, shard_of
@@ -23,11 +24,13 @@ class ModelParts:
     """What decides a model's KV, in parts that are compared one by one (32 hex digits each).
 
     Attributes:
-        weights: every parameter and persistent buffer of the bare model, by name, dtype, shape and content.
-        config: every configuration field and derived constant that can change KV.
+        weights: every parameter and persistent buffer of the bare model, by dtype, content, and the name and shape
+            that it has in a file.
+        config: every configuration field and derived constant that can change KV, in one form for all versions.
         adapters: the adapters that act, by content and place, or ``None`` for the bare model.
         dtypes: the number formats it computes in: the model's own, and autocast.
-        fields: what ``config`` is made of, 8 hex digits each: to name what differs, not to tell that nothing does.
+        fields: what ``config`` is made of, as this version has it, 8 hex digits each: to name what differs, not to
+            tell that nothing does.
     """
 
     weights: str
@@ -74,13 +77,14 @@ def fingerprint_model(
     model = unwrap(model)
     parts = anatomy(model, salted=salted)
     held = holdings(model, parts, weights=model_id is None)
-    constants = {holding.name: holding.tensor for holding in held if holding.part == "constant"}
     if model_id is not None:
         weights = _id_digest(model_id)
-    fields = _config_parts(model, parts, tensor_digests(constants, threads=threads))
+    told = [one for one in held if one.part == "constant" and not constants.says_nothing(one)]
+    digests = tensor_digests({one.name: one.tensor for one in told}, threads=threads)
+    fields = _config_parts(model, parts, digests)
     return ModelParts(
         weights=weights or _weights_digest(model, parts, held, threads),
-        config=digest_fields("kvkeep/config/1", *_listed(fields)).hex(),
+        config=digest_fields("kvkeep/config/1", *_listed(_in_one_form(model, parts, told, digests, fields))).hex(),
         adapters=adapters_digest(parts.layers, threads=threads),
         dtypes=_dtypes_digest(model),
         fields={name: digest.hex()[:8] for name, digest in fields.items()},
@@ -89,9 +93,7 @@ def fingerprint_model(
 
 def _weights_digest(model: nn.Module, parts: Anatomy, held: list[Holding], threads: int | None) -> str:
     tensors, passing, extras = state(model, parts, held)
-    digests = tensor_digests(tensors, threads=threads)
-    for name, holding in passing.items():  # one at a time: together they may not fit into memory
-        digests |= tensor_digests({name: holding.tensor}, threads=threads)
+    digests = saved_digests(model, parts, tensors, passing, threads=threads)
     settings = canonical_json(extras, where="state_dict()") if extras else None
     shard = shard_of(model)
     mine = [] if shard is None else [canonical_json(shard, where="shard")]
@@ -102,9 +104,9 @@ def _id_digest(model_id: str) -> str:
     return digest_fields("kvkeep/model-id/1", model_id.encode()).hex()
 
 
-def _config_parts(model: nn.Module, parts: Anatomy, constants: Mapping[str, bytes]) -> dict[str, bytes]:
+def _config_parts(model: nn.Module, parts: Anatomy, digests: Mapping[str, bytes]) -> dict[str, bytes]:
     """A digest for every configuration field, for every constant derived from them, and for the rest of rope."""
-    fields = config.config_fields(model, keep_rope=not any(name.endswith(rope.FREQUENCIES) for name in constants))
+    fields = config.config_fields(model, keep_rope=not any(name.endswith(rope.FREQUENCIES) for name in digests))
     rotary = {path: module for path, module in parts.modules if hasattr(module, "rope_type")}
     for path, module in rotary.items():
         scalings = rope.scalings(module)
@@ -112,12 +114,38 @@ def _config_parts(model: nn.Module, parts: Anatomy, constants: Mapping[str, byte
             fields[f"{path}.scaling"] = scalings
     if any(rope.is_dynamic(module) for module in rotary.values()):  # what the forward pass rewrites them by, and where
         rule = rope.length_rule(model)
-        fields["rope settings"] = [rope.obeyed_settings(config.text_config(model)), rule and [rule.switch, rule.beyond]]
-    named = {
-        name: digest_fields("kvkeep/config-field/1", canonical_json(value, where=f"config.{name}"))
-        for name, value in fields.items()
-    }
-    return {**named, **constants}
+        settings = rope.obeyed_settings(config.text_config(model))
+        if rule is not None:  # which knows where; some versions do not say it here
+            settings["rope_parameters"].pop("original_max_position_embeddings", None)
+        fields["rope settings"] = [settings, rule and [rule.switch, rule.beyond]]
+    undeclared = config.undeclared(config.text_config(model))
+    named = {name: _field_digest(name, value, declared=name not in undeclared) for name, value in fields.items()}
+    return {**named, **digests}
+
+
+def _field_digest(name: str, value: Any, *, declared: bool = True) -> bytes:
+    kind = "kvkeep/config-field/1" if declared else "kvkeep/config-field-of-no-class/1"
+    return digest_fields(kind, canonical_json(value, where=f"config.{name}"))
+
+
+def _in_one_form(
+    model: nn.Module,
+    parts: Anatomy,
+    told: list[Holding],
+    digests: Mapping[str, bytes],
+    fields: Mapping[str, bytes],
+) -> dict[str, bytes]:
+    """The same fields where every version has them: rotary frequencies by role, and how embeddings are scaled."""
+    roles, replaced = constants.rotary_by_role(told, digests, [path for path, _ in parts.modules])
+    found = {name: digest for name, digest in fields.items() if name not in replaced}
+    factors: dict[str, dict[str, float]] = {}
+    for name, (digest, factor) in roles.items():
+        place, _, role = name.rpartition(".")
+        start = f"{role}_" if role else ""
+        found[f"{place}.{start}{rope.FREQUENCIES}"] = digest
+        factors.setdefault(f"{place}.scaling", {})[f"{start}attention_scaling"] = factor
+    scales = constants.embedding_scales(parts.modules, config.text_config(model))
+    return found | {name: _field_digest(name, value) for name, value in (factors | scales).items()}
 
 
 def _listed(digests: Mapping[str, bytes]) -> list[bytes]:

@@ -19,6 +19,8 @@ _ORIGINAL = "original_inv_freq"
 
 SETTINGS = frozenset(
     {
+        "global_rope_theta",
+        "local_rope_theta",
         "partial_rotary_factor",
         "rope_local_base_freq",
         "rope_parameters",
@@ -124,12 +126,23 @@ def _original_length(config: Any, layer_type: str | None) -> int:
 def obeyed_settings(config: Any) -> dict[str, Any]:
     """The rope settings that this version of the configuration class acts on."""
     if hasattr(config, "standardize_rope_params"):
-        return {"rope_parameters": getattr(config, "rope_parameters", None)}
+        return {"rope_parameters": _said(getattr(config, "rope_parameters", None) or {})}
     scaling = dict(getattr(config, "rope_scaling", None) or {})
     if "type" in scaling:  # the old name of the same field
         scaling.setdefault("rope_type", scaling.pop("type"))
     beside = {name: getattr(config, name, None) for name in ("rope_theta", "partial_rotary_factor")}
-    return {"rope_parameters": scaling | {name: value for name, value in beside.items() if value is not None}}
+    return {"rope_parameters": _said(scaling | beside)}
+
+
+def _said(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that one version names and another leaves out: they say what is so anyway."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None
+        and not (name == "type" and settings.get("rope_type") == value)  # its old name
+        and (name, value) not in (("rope_type", "default"), ("partial_rotary_factor", 1.0))
+    }
 
 
 def _is_dynamic(kind: Any) -> bool:

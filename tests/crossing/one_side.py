@@ -1,0 +1,216 @@
+"""One version's side of a crossing: run by ``test_crossing`` with the interpreter of either environment.
+
+``one_side.py FOLDER build`` saves the models there; ``write`` stores an entry of each in FOLDER's store of this
+version; ``read`` uses those of the other's. What was seen is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvkeep import CacheStore
+
+STORED, PROMPT, VOCABULARY = 40, 44, 320
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+
+_SIZE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WINDOW = {"sliding_window": 8, "layer_types": SLIDING_AND_FULL, "head_dim": 16}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+# name: (start of the configuration's class, what its configuration has beside the sizes)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("Bloom", {}),
+    "codegen": ("CodeGen", {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8}),
+    "cohere2": ("Cohere2", {**_WINDOW}),
+    "falcon": ("Falcon", {"multi_query": True, "new_decoder_architecture": False}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {**_WINDOW, "attn_implementation": "eager"}),
+    "gemma3_text": ("Gemma3", {**_WINDOW, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+    "gpt_neo": ("GPTNeo", {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]]}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.25}),
+    "gpt_oss": ("GptOss", {**_WINDOW, **_LOCAL_EXPERTS, "swiglu_limit": 7.0}),
+    "granite": ("Granite", {"attention_multiplier": 0.25, "embedding_multiplier": 2.0}),
+    "granitemoe": ("GraniteMoe", {**_LOCAL_EXPERTS}),
+    "llama": ("Llama", {}),
+    "llama, dynamic": ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "llama, yarn": ("Llama", {"rope_scaling": _YARN, "rope_theta": 5e5}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "mixtral": ("Mixtral", {**_LOCAL_EXPERTS, "sliding_window": 8}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {**_WINDOW, "rope_theta": 5e5, "rope_scaling": _YARN}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "phi3": ("Phi3", {"sliding_window": 8}),
+    "phi3, longrope": ("Phi3", {"original_max_position_embeddings": 64, "rope_scaling": _LONG}),
+    "phi3, longrope, long": ("Phi3", {"original_max_position_embeddings": 32, "rope_scaling": _LONG}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "qwen2_moe": ("Qwen2Moe", {**_EXPERTS}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 16}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 1, 0]}),
+    "stablelm": ("StableLm", {"partial_rotary_factor": 0.5}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    # not the same in both
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "first_k_dense_replace": 4,
+        },
+    ),
+    "gemma2, default attention": ("Gemma2", {**_WINDOW}),
+    "gpt_oss, another limit": ("GptOss", {**_WINDOW, **_LOCAL_EXPERTS, "swiglu_limit": 1.0}),
+}
+_TEXT_CONFIG = {"Gemma3"}
+_OPTIONS = {
+    "max_new_tokens": 1,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def configured(name: str, **more: Any) -> Any:
+    """The configuration of one of the models, as this version has it."""
+    kind, own = MODELS[name]
+    settings = {key: value for key, value in own.items() if key != "attn_implementation"}
+    config_class = getattr(transformers, f"{kind}{'Text' if kind in _TEXT_CONFIG else ''}Config")
+    return config_class(**{**_SIZE, **settings, **more})
+
+
+def build(folder: Path) -> None:
+    """Save every model with a configuration that both versions obey: each names the rotary settings otherwise."""
+    from tiny_models import build_toy_tokenizer
+
+    build_toy_tokenizer().save_pretrained(folder / "tokenizer")
+    for number, name in enumerate(MODELS):
+        torch.manual_seed(number)
+        model = transformers.AutoModelForCausalLM.from_config(configured(name))
+        model.save_pretrained(folder / name)
+        path = folder / name / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | _as_the_newer_says(config)))
+
+
+def _as_the_newer_says(config: dict[str, Any]) -> dict[str, Any]:
+    theta = config.get("rope_theta")
+    if theta is None:
+        return {}
+    scaling = dict(config.get("rope_scaling") or {})
+    scaling.setdefault("rope_type", scaling.pop("type", "default"))
+    settings = scaling | {"rope_theta": theta}
+    for name in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if name in config and (name == "partial_rotary_factor" or scaling["rope_type"] == "longrope"):
+            settings[name] = config[name]
+    if config["model_type"] not in ("gemma3_text", "olmo3"):
+        return {"rope_parameters": settings}
+    local = config.get("rope_local_base_freq", theta)
+    sliding = {"rope_type": "default", "rope_theta": local}
+    return {"rope_parameters": {"full_attention": settings, "sliding_attention": sliding}}
+
+
+def load(folder: Path, name: str) -> Any:
+    own = MODELS[name][1]
+    attention = {key: own[key] for key in ("attn_implementation",) if key in own}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32, **attention).eval()
+
+
+def bound(folder: Path, name: str, model: Any, written_by: str) -> Any:
+    """A store of the version that writes, bound to a model of this one."""
+    return CacheStore(folder / f"store of {written_by}" / name).bind(model, tokenizer(folder))
+
+
+@functools.cache
+def tokenizer(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+
+
+def ids(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randint(3, VOCABULARY, (1, PROMPT), generator=generator)
+
+
+def write(folder: Path, name: str, model: Any) -> dict[str, Any]:
+    kv = bound(folder, name, model, transformers.__version__)
+    entry = kv.warm(ids(name)[:, :STORED])
+    return {"identity": asdict(kv.identity()), "tokens": entry.tokens, "parameters": len(list(model.parameters()))}
+
+
+def read(folder: Path, name: str, model: Any, written_by: str) -> dict[str, Any]:
+    kv = bound(folder, name, model, written_by)
+    prompt = ids(name)
+    mask = torch.ones_like(prompt)
+    plain = model.generate(prompt, attention_mask=mask, **_OPTIONS).logits[0]
+    match = kv.lookup(prompt)
+    ours = kv.generate(prompt, attention_mask=mask, **_OPTIONS).logits[0]
+    report = kv.last_report
+    root = kv.store.path
+    return {
+        "identity": asdict(kv.identity()),
+        "tokens": match.tokens,
+        "reason": match.reason,
+        "reused": report.reused_tokens,
+        "report": report.reason,
+        "off": ((ours - plain).abs().max() / plain.abs().max()).item(),
+        "guard": kv.guard,
+        "entries": len(kv.store.entries()),
+        "set aside": sorted(path.name for path in root.glob("quarantine/*")),
+    }
+
+
+def main(folder: Path, *steps: str) -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # such small products are slower with more
+    if "build" in steps:
+        build(folder)
+    seen: dict[str, Any] = {"version": transformers.__version__, "written": {}, "read": {}}
+    written_by = next((step.removeprefix("read ") for step in steps if step.startswith("read ")), None)
+    for name in MODELS:
+        model = load(folder, name)
+        if "write" in steps:
+            seen["written"][name] = write(folder, name, model)
+        if written_by is not None:
+            seen["read"][name] = read(folder, name, model, written_by)
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
