@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from elsewhere import run_elsewhere
+from tiny_media import MEDIA_NAMES, build_seeing
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvkeep.errors import UnsupportedRequestError
-from kvkeep.fingerprint import ModelParts, config_fields, fingerprint_model
+from kvkeep.fingerprint import ModelParts, ModelWatch, config_fields, fingerprint_model
 from kvkeep.keys import model_digest
 
 Build = Callable[..., Any]
@@ -320,7 +321,7 @@ GOLDEN = (
 def test_every_process_and_both_versions_of_transformers_agree() -> None:
     golden = (
         "e7ac015f87a039684d22923e9ae2d86b",
-        "19426f954940eca182dee1f5bfd645db",
+        "30b39df2f94aff7941c99ae2631328cd",
         None,
         "7e4e82f3a0e920841ee43ef920b6a511",
     )
@@ -410,3 +411,47 @@ def test_extra_state_counts_and_is_refused_without_canonical_text(build: Build) 
     assert changed_parts(one, two) == {"weights"}
     with pytest.raises(UnsupportedRequestError, match=r"model\.more\._extra_state holds a object"):
         fingerprint_model(odd)
+
+
+# --- models that see ---
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "field", "value"),
+    [
+        ("llava", None, "vision_feature_layer", -2),
+        ("llava", None, "projector_hidden_act", "relu"),
+        ("llava", "vision_config", "hidden_act", "relu"),
+        ("gemma3", None, "mm_tokens_per_image", 1),
+        ("gemma3", "vision_config", "layer_norm_eps", 0.5),
+        ("qwen2_vl", "vision_config", "spatial_merge_size", 1),
+        ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", []),
+        ("qwen2_5_vl", "vision_config", "tokens_per_second", 7),
+        ("qwen2_5_vl", "text_config", "rms_norm_eps", 0.5),
+    ],
+)
+def test_what_decides_how_a_model_sees_is_in_config_alone_and_watched(
+    name: str, inside: str | None, field: str, value: Any
+) -> None:
+    model = build_seeing(name)
+    before, watch = fingerprint_model(model), ModelWatch(model)
+    setattr(model.config if inside is None else getattr(model.config, inside), field, value)
+    after = fingerprint_model(model)
+    assert differing(before, after) == {"config"}
+    shown = {"text_config": field, None: f"model.{field}"}.get(inside, f"{inside}.{field}")
+    assert {key for key in after.fields if before.fields.get(key) != after.fields[key]} == {shown}
+    assert watch.changed() is True
+
+
+@pytest.mark.parametrize("name", MEDIA_NAMES)
+def test_names_and_defaults_of_a_model_that_sees_do_not_count(name: str) -> None:
+    model = build_seeing(name)
+    before, watch = fingerprint_model(model), ModelWatch(model)
+    model.config.vision_config.initializer_range = 0.9
+    model.config._name_or_path = model.config.vision_config._name_or_path = "another"
+    model.config.vision_config._attn_implementation = "eager"
+    assert fingerprint_model(model) == before
+    assert watch.changed() is False
+    model.config.vision_config._attn_implementation = "the user's own"
+    assert differing(before, fingerprint_model(model)) == {"config"}
+    assert watch.changed() is True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import nn
@@ -72,6 +72,7 @@ _INERT = {  # shown for every class by some versions only, at values that mean n
     "add_cross_attention": False,
     "chunk_size_feed_forward": 0,
     "is_decoder": False,
+    "is_encoder_decoder": False,
     "pruned_heads": {},
     "position_embedding_type": "absolute",
     "tie_encoder_decoder": False,
@@ -89,6 +90,9 @@ _COMPUTED_OTHERWISE = frozenset({"deepseek_v2", "deepseek_v3", "doge", "longcat_
 
 The deepseek kinds keep what keys and values are made of instead of them; doge and mamba2 compute otherwise.
 """
+
+_UNSAID_INSIDE = frozenset({"is_encoder_decoder", "model_type"})
+"""What versions say otherwise of the configuration of a vision tower; its modules are what they are."""
 
 _INTERCHANGEABLE_ATTENTION = frozenset(
     {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
@@ -111,14 +115,15 @@ def text_config(model: nn.Module) -> Any:
 
 
 def config_fields(model: nn.Module, *, keep_rope: bool = False) -> dict[str, Any]:
-    """The fields of the decoder's configuration that can change KV, as a tree of plain values.
+    """The fields of a model's configuration that can change KV, as a tree of plain values: also those of how it sees.
 
     Args:
         model: a transformers model.
         keep_rope: keep the rope settings as found; for models without live frequencies.
     """
     config = text_config(unwrap(model))
-    fields = _kept(config.to_dict())
+    whole: Any = unwrap(model).config
+    fields = _kept(config.to_dict()) if config is whole else _inside(config.to_dict())
     if not keep_rope:
         fields = {name: value for name, value in fields.items() if name not in rope.SETTINGS}
     _say_once(fields, rotates=not keep_rope)
@@ -131,7 +136,23 @@ def config_fields(model: nn.Module, *, keep_rope: bool = False) -> dict[str, Any
     attention = attention_name(config)
     if attention is not None:
         fields["attn_implementation"] = attention
-    return fields
+    unsaid = _UNSAID_INSIDE if keep_rope else _UNSAID_INSIDE | rope.SETTINGS
+    return fields | _outer_fields(whole, config, unsaid)
+
+
+def _outer_fields(whole: Any, text: Any, dropped: Container[str]) -> dict[str, Any]:
+    """What decides how a model sees and hears, of a configuration that has its decoder's as one of several inside."""
+    inside = {name: value for name, value in vars(whole).items() if hasattr(value, "get_text_config")}
+    if all(value is not text for value in inside.values()):
+        return {}
+    fields: dict[str, Any] = {}
+    for name, value in _inside(whole.to_dict()).items():
+        if name not in inside:
+            fields[f"model.{name}"] = value
+        elif inside[name] is not text:
+            fields |= {f"{name}.{key}": one for key, one in value.items() if key not in dropped}
+            fields[f"{name}.attn_implementation"] = attention_name(inside[name])
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _say_once(fields: dict[str, Any], *, rotates: bool) -> None:
@@ -186,7 +207,11 @@ def _declared(kind: Any) -> frozenset[str]:
 
 def live_fields(config: Any) -> dict[str, Any]:
     """The same fields as they stand in the configuration object now; cheap, for comparing with an earlier state."""
-    fields = {name: value for name, value in vars(config).items() if name[0] != "_" and _matters(name, value)}
+    fields = {
+        name: live_fields(value) if hasattr(value, "get_text_config") else value
+        for name, value in vars(config).items()
+        if name[0] != "_" and _matters(name, value)
+    }
     return fields | {"attn_implementation": attention_name(config)}
 
 
@@ -213,7 +238,7 @@ def _kept(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inside(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a configuration inside, which some versions say is tied: it has no head."""
+    """The same of one that has no head of its own, which some versions say is tied."""
     return {name: value for name, value in _kept(fields).items() if name != "tie_word_embeddings"}
 
 

@@ -109,8 +109,8 @@ def _config_parts(model: nn.Module, parts: Anatomy, digests: Mapping[str, bytes]
     fields = config.config_fields(model, keep_rope=not any(name.endswith(rope.FREQUENCIES) for name in digests))
     rotary = {path: module for path, module in parts.modules if hasattr(module, "rope_type")}
     for path, module in rotary.items():
-        scalings = rope.scalings(module)
-        if scalings:
+        scalings = {name: factor for name, factor in rope.scalings(module).items() if factor != 1.0}
+        if scalings:  # by 1 is what a module without a factor scales
             fields[f"{path}.scaling"] = scalings
     if any(rope.is_dynamic(module) for module in rotary.values()):  # what the forward pass rewrites them by, and where
         rule = rope.length_rule(model)

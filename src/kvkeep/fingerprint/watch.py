@@ -225,7 +225,7 @@ class _TensorStamp:
 
 
 def _settings(model: nn.Module, devices: list[str]) -> Any:
-    return config.live_fields(config.text_config(model)), compute_dtypes(model, devices)
+    return config.live_fields(model.config), compute_dtypes(model, devices)
 
 
 def _sample_view(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
