@@ -76,6 +76,7 @@ def _prefill(
     store.journal.prefilled(total, time.perf_counter() - began)
     states = describe_prefilled(cache, plans, total, slack=SLACK)
     del cache
+    _check_unchanged(key, live)  # a changed model goes on otherwise, too
     _check_end(live, inputs, states, plans)
     return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
 
@@ -155,9 +156,13 @@ def _save_states(
 
 def _put(store: CacheStore, key: EntryKey, live: LiveIdentity, draft: Draft) -> Entry:
     """Store what was computed, if the model is still the one that the key names."""
+    _check_unchanged(key, live)
+    return store.put(draft)
+
+
+def _check_unchanged(key: EntryKey, live: LiveIdentity) -> None:
     if live.current() != key.identity:
         raise CacheMismatchError("the model was changed while its KV was computed: nothing was stored; try again")
-    return store.put(draft)
 
 
 def _check_idle(model: Any) -> None:

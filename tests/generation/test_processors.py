@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tiny_media import MEDIA_NAMES, build_seeing
+from tiny_media import build_seeing
 from tiny_models import VOCABULARY, build_toy_tokenizer
 from transformers import (
     BatchFeature,
@@ -29,7 +29,6 @@ from transformers import (
 
 from kvkeep import BoundStore, CacheStore
 
-NAMES = (*MEDIA_NAMES, "qwen2_audio")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
 RATE = 16000
 WITHOUT_TORCHVISION = "Pil" if hasattr(transformers, "Gemma3ImageProcessorPil") else ""
@@ -50,6 +49,7 @@ PLACES = {
     "qwen2_5_vl": "<start_of_image><image><end_of_image>",
     "qwen2_audio": "<start_of_audio><audio><end_of_audio>",
 }
+NAMES = tuple(PLACES)
 """What a prompt says where something is to be seen or heard: the processor puts in the placeholders."""
 
 TEMPLATE = """\
