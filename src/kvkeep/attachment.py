@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,11 +33,14 @@ class _Shadow:
         self._model = weakref.ref(model)
         self._name = name
         self._call = call
-        with suppress(TypeError, ValueError):
-            self.__signature__ = inspect.signature(original)  # transformers looks at what some methods take
+        self._original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # transformers looks at what some methods take
+        return inspect.signature(self._original)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._model()))  # still without attributes of its own: the class answers

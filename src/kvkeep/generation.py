@@ -196,8 +196,11 @@ class Call:
         if reason is not None or self.ids is None:
             self.finish(_miss(reason), 0)
             return
-        extras = compat.generation_inputs(model_kwargs)
         mask = model_kwargs.get("attention_mask")
+        if not compat.cuts_ids(generation_config, mask, self.slots):
+            self.finish(_miss("mask: generate would feed again what is cached: give a mask as long as the prompt"), 0)
+            return
+        extras = compat.generation_inputs(model_kwargs)
         try:
             lines = read_lines(self.ids, None if mask is None else mask[:: self.expansion])
             if len(lines) * self.expansion > 1 or lines[0].padding:
@@ -366,7 +369,7 @@ def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mappi
     mask = model_kwargs.get("attention_mask")
     if mask is not None and (mask.dim() != 2 or mask.shape[-1] != call.ids.shape[1]):
         return "mask: the attention mask has another shape than the prompt"
-    return _odd_positions(model, call.arguments, model_kwargs)
+    return _odd_positions(model, call.arguments, model_kwargs, call.slots)
 
 
 def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str | None:
@@ -383,15 +386,16 @@ def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str 
     return next((setting for setting in _UNPROVEN_SETTINGS if getattr(generation_config, setting, None)), None)
 
 
-def _odd_positions(model: Any, given: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> str | None:
+def _odd_positions(model: Any, given: Mapping[str, Any], model_kwargs: Mapping[str, Any], slots: int) -> str | None:
     """Why tokens are not placed as they are counted in each line, or by their pictures."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if compat.media_tokens(model) and given.get("position_ids") is not None:
         return "positions: position_ids were given to a model that places tokens by their pictures"
-    if positions is None or positions.dim() == 3:  # a model's own for media: they follow from its inputs
+    own = compat.media_tokens(model) and positions is not None and positions.dim() == 3
+    if positions is None or own:  # a model's own for media follow from its inputs
         return None
-    if mask is not None and mask.shape != positions.shape:
-        return "positions: position_ids have another shape than the attention mask"
+    if positions.dim() != 2 or positions.shape[-1] != slots or (mask is not None and mask.shape != positions.shape):
+        return "positions: position_ids have another shape than the prompt or its attention mask"
     seen = torch.ones_like(positions) if mask is None else mask.to(positions.device)
     counted = seen.long().cumsum(-1) - 1
     if not torch.equal(torch.where(seen != 0, positions, 0), torch.where(seen != 0, counted, 0)):

@@ -62,6 +62,8 @@ def compare(
             for role, row in rows.items():
                 new = computed[role] if lines is None else computed[role][list(lines)]
                 pairs.append((new, row.transpose(0, 1)))
+    if not pairs:
+        return "no layer holds the row of the token that was to be computed again"
     return objection_to(model, pairs)
 
 
@@ -174,6 +176,8 @@ def manner_of(model: Any) -> Manner:
     """
     if any(hasattr(module, "create_position_ids_from_inputs_embeds") for module in model.modules()):
         return Manner(_OTHERWISE)
+    if hasattr(compat.text_config(model), "keep_window_size"):  # Doge: what a token sees is chosen among all tokens
+        return Manner(_OTHERWISE)
     media = frozenset().union(*compat.media_tokens(model).values())
     known = [one for one in range(min(_PROBE * 4, known_ids(model) or 1)) if one not in media]
     probe = Inputs(TokenIds.of((known * _PROBE)[-_PROBE:]))
@@ -193,7 +197,7 @@ def manner_of(model: Any) -> Manner:
         return Manner("gives no logits of all tokens, by which to ask it whether it goes on from a cache as it should")
     other = Inputs(TokenIds.of((known * _PROBE)[: _PROBE // 2]))
     limit = max(limit_for(model, whole.dtype), _PLAINLY_OTHER)
-    typical = compat.has_experts(model)  # which rounding may turn elsewhere now and then
+    typical = limit > _PLAINLY_OTHER and compat.has_experts(model)  # which coarse rounding may turn elsewhere
     for step in (_PROBE // 2, 1):
         try:
             parts = _in_parts(model, probe, other, step)

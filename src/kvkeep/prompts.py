@@ -273,6 +273,8 @@ def left_padding(mask: Any, tokens: int) -> int:
     if values.shape not in ((tokens,), (1, tokens)):
         raise InvalidPromptError(f"the attention mask has shape {list(values.shape)}, the prompt has {tokens} tokens")
     hidden = values.reshape(-1) == 0
+    if not (hidden | (values.reshape(-1) == 1)).all():
+        raise InvalidPromptError("the attention mask has values besides 0 and 1")
     padding = int(np.count_nonzero(hidden))
     if not hidden[:padding].all():
         raise InvalidPromptError("the attention mask hides tokens that are not padding at the left edge: remove them")

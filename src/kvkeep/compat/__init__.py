@@ -32,7 +32,15 @@ from kvkeep.compat.caches import (
     set_static_length,
     static_cache,
 )
-from kvkeep.compat.generating import CHUNKS, SEAM, generation_inputs, has_seam, names_cache_kind, run_guarded
+from kvkeep.compat.generating import (
+    CHUNKS,
+    SEAM,
+    cuts_ids,
+    generation_inputs,
+    has_seam,
+    names_cache_kind,
+    run_guarded,
+)
 from kvkeep.compat.media import (
     CUTS_INPUTS,
     ENCODE_STEP,
@@ -84,6 +92,7 @@ __all__ = [
     "complete_cache",
     "continued_inputs",
     "counts_tokens",
+    "cuts_ids",
     "dynamic_cache",
     "emptied",
     "empty_cache",

@@ -77,6 +77,17 @@ def run_guarded(
     return original(*args, **kwargs)
 
 
+def cuts_ids(generation_config: Any, mask: torch.Tensor | None, slots: int) -> bool:
+    """Whether ``generate`` leaves out of a prompt of so many slots what its cache holds.
+
+    5.24 does so for ids that are as long as the mask; of a mask of ones it keeps the length alone.
+    """
+    if not _PREFILLS:
+        return True
+    length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return bool(length == slots)
+
+
 def names_cache_kind(generation_config: Any) -> bool:
     """Whether a generation config asks for a cache kind, beside which ``generate`` refuses a cache object.
 
