@@ -113,7 +113,9 @@ class Attachment:
             wraps = {"generate": self._generate}
             if compat.has_seam(model):
                 wraps |= dict(zip(compat.SEAM, (self._expand, self._prepare, self._guard), strict=True))
-                if compat.media_tokens(model) and not model.config.is_encoder_decoder:
+                if compat.is_encoder_decoder(model):
+                    wraps[compat.ENCODER_STEP] = self._hear
+                elif compat.media_tokens(model):
                     wraps[compat.INPUTS_STEP] = self._inputs
                     if compat.ENCODE_STEP is not None:
                         wraps[compat.ENCODE_STEP] = self._encode
@@ -185,7 +187,7 @@ class Attachment:
             if call is None:
                 return original(*args, **kwargs)
             args, kwargs = call.cut_ids(args, kwargs)
-            if not call.watched:
+            if not call.watched and not call.quantized:
                 return original(*args, **kwargs)
             return compat.run_guarded(
                 model, original, call.all_ids, lambda cache: call.judge(model, cache), call.take_back, args, kwargs
@@ -203,6 +205,26 @@ class Attachment:
             return model_kwargs
 
         return encode
+
+    def _hear(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def hear(inputs: Any, model_kwargs: dict[str, Any], model_input_name: Any, generation_config: Any) -> Any:
+            def encode(given: dict[str, Any]) -> Any:
+                """What the step would have added, had it run in its place: what came behind is not the encoder's."""
+                after = original(inputs, dict(before), model_input_name, generation_config)
+                given.update({one: value for one, value in after.items() if value is not before.get(one)})
+                return given
+
+            before = dict(model_kwargs)
+            call = self._call
+            if call is None or not call.waits or model_kwargs.get(compat.ENCODER_OUTPUTS) is not None:
+                return encode(model_kwargs)
+            call.heard = {**before, model_input_name or model.main_input_name: inputs}
+            if not compat.encoder_can_wait(model, generation_config):
+                return encode(model_kwargs)
+            call.encode = encode
+            return model_kwargs
+
+        return hear
 
     def _inputs(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def inputs(ids: Any, **kwargs: Any) -> Any:

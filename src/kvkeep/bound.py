@@ -12,21 +12,24 @@ import torch
 from kvkeep import compat, saving
 from kvkeep.attachment import attachment_of
 from kvkeep.chat import stable_prefix
-from kvkeep.errors import InvalidPromptError, InvalidRequestError
+from kvkeep.drafting import describe_encoder
+from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedCacheError, UnsupportedRequestError
 from kvkeep.generation import refuse
 from kvkeep.identity import LiveIdentity
-from kvkeep.inputs import Inputs, input_device, read_inputs
+from kvkeep.inputs import Inputs, input_device, read_inputs, read_paired
 from kvkeep.keys import TokenIds, common_prefix
-from kvkeep.layouts import plan_layers
-from kvkeep.legacy import Pair, to_pairs, tokens_for_pairs
+from kvkeep.layouts import plans_of
+from kvkeep.legacy import to_pairs, tokens_for_pairs
 from kvkeep.lines import batch_lines
 from kvkeep.prefixes import uncut
-from kvkeep.prompts import Prompt, is_batch, is_messages, read_ids, read_prompt
+from kvkeep.prompts import Prompt, is_batch, is_messages, is_padded, read_encoder_prompt, read_ids, read_prompt
 from kvkeep.records import Entry, GenerateReport, Identity, Match
 from kvkeep.serving import Serving
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
+
+_CACHE_KINDS = ("dynamic", "static", "offloaded", "offloaded_static", "quantized")
 
 log = logging.getLogger("kvkeep")
 
@@ -37,7 +40,9 @@ class BoundStore:
     It fingerprints the live model when it is made and checks at each call that the model has not changed since. It
     does not keep the model alive. A prompt may be text, chat messages, token ids ([tokens] or [1, tokens], as tensor,
     array or list), or the mapping that a tokenizer returned; ``tools``, ``documents`` and ``chat_template_kwargs`` go
-    to the chat template.
+    to the chat template. For an encoder-decoder model it is what its encoder is fed, in any of these forms but
+    messages; a mapping may hold ``decoder_input_ids`` beside it, which begin with the model's start token as
+    ``generate`` puts it there, and are that token alone if they are left out. Positions of the encoder count as tokens.
 
     Attributes:
         store: the store.
@@ -83,13 +88,21 @@ class BoundStore:
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_implementation: str = "dynamic",
+        cache_config: Mapping[str, Any] | None = None,
     ) -> Match:
         """Say how many leading tokens of the prompt are stored and usable for it, at most one fewer than it has.
 
+        With ``cache_implementation="quantized"`` and its ``cache_config``: what :meth:`load` would find for that.
+
         Returns:
-            The match; ``tokens == 0`` is a miss, and ``reason`` says why.
+            The match; ``tokens == 0`` is a miss, and ``reason`` says why. ``exact`` says whether a load gives bit for
+            bit what the model computed.
         """
-        return self._serving.lookup(self._read(prompt, tools, documents, chat_template_kwargs))
+        inputs = self._read(prompt, tools, documents, chat_template_kwargs)
+        if cache_implementation != "quantized":
+            return self._serving.lookup(inputs)
+        return self._serving.lookup(inputs, cache=self._quantized_cache(cache_config))
 
     def load(
         self,
@@ -97,6 +110,7 @@ class BoundStore:
         *,
         cache_implementation: str = "dynamic",
         max_cache_len: int | None = None,
+        cache_config: Mapping[str, Any] | None = None,
         into: Any = None,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -108,21 +122,30 @@ class BoundStore:
 
         Args:
             prompt: the whole prompt. The cache covers at most all of its tokens but the last.
-            cache_implementation: ``"dynamic"`` or ``"static"``.
+            cache_implementation: ``"dynamic"``, ``"static"``, ``"offloaded"``, ``"offloaded_static"`` or
+                ``"quantized"``, as ``generate`` names them. Loading into a quantized cache is lossy: it is filled as a
+                prefill of exactly these tokens fills one. An entry that was saved from a quantized cache of the same
+                settings is loaded as it was saved instead, if it is not the shorter one; no other cache takes it.
             max_cache_len: capacity of a static cache in tokens; must leave room for the prompt and what follows.
+            cache_config: how to quantize, as ``generate`` takes it: ``backend`` (``"quanto"`` by default), ``nbits``,
+                ``axis_key``, ``axis_value``, ``q_group_size``, ``residual_length``.
             into: a cache of yours to be emptied and filled in place, instead of a new one: the buffers of a static
                 cache stay where they are, so that what was compiled for them goes on without being compiled anew.
 
         Returns:
-            ``into``, or a ``DynamicCache`` or ``StaticCache`` of your own (nothing else holds its tensors). ``None``
+            ``into``, or a cache of the kind asked for, of your own (nothing else holds its tensors). ``None``
             on a miss; ``into`` is empty then.
 
         Raises:
-            InvalidRequestError: for an unknown cache kind, or a static cache without enough room.
+            InvalidRequestError: for an unknown cache kind, a static cache without enough room, or settings that
+                transformers does not quantize by (its backend may not be installed).
         """
         inputs = self._read(prompt, tools, documents, chat_template_kwargs)
         if into is None:
-            cache = self._empty_cache(cache_implementation, max_cache_len, len(inputs))
+            cache = self._empty_cache(cache_implementation, max_cache_len, cache_config, len(inputs))
+            cache = cache if inputs.encoder is None else compat.paired(cache)
+        elif compat.is_paired(into) != (inputs.encoder is not None):
+            raise InvalidRequestError(f"into= is a {type(into).__name__}, which this model does not fill")
         elif compat.is_known_cache(into):
             cache = compat.emptied(into)
         else:
@@ -136,24 +159,55 @@ class BoundStore:
         documents: Sequence[Mapping[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> Inputs:
+        model = self._live.model()
+        if compat.is_encoder_decoder(model):
+            given = read_encoder_prompt(prompt, self.tokenizer, compat.encoder_input_name(model, {}))
+            return read_paired(model, self._decoder_ids(given), given)
         read = read_prompt(
             prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
         )
-        return read_inputs(self._live.model(), read.ids, read.extras)
+        return read_inputs(model, read.ids, read.extras)
 
-    def _empty_cache(self, kind: str, max_cache_len: int | None, tokens: int) -> Any:
+    def _decoder_ids(self, given: dict[str, Any]) -> TokenIds:
+        """The decoder's ids as ``generate`` makes them of those that came with the encoder's input, or of none."""
+        model, ids = self._live.model(), given.pop("decoder_input_ids", None)
+        ids = None if ids is None else Inputs(read_ids(ids)).tensor(input_device(model))
+        ids = compat.decoder_ids(model, compat.encoder_input_name(model, given), ids)
+        if ids is None:
+            raise InvalidPromptError(
+                f"{type(model).__name__} names no decoder_start_token_id: give decoder_input_ids beside what its "
+                "encoder is fed"
+            )
+        return read_ids(ids)
+
+    def _empty_cache(
+        self, kind: str, max_cache_len: int | None, cache_config: Mapping[str, Any] | None, tokens: int
+    ) -> Any:
         config = compat.text_config(self._live.model())
-        if kind == "dynamic":
-            if max_cache_len is not None:
-                raise InvalidRequestError("max_cache_len is for cache_implementation='static'; a dynamic cache grows")
-            return compat.dynamic_cache(config)
-        if kind != "static":
-            raise InvalidRequestError(f"cache_implementation must be 'dynamic' or 'static', not {kind!r}")
+        if kind not in _CACHE_KINDS:
+            raise InvalidRequestError(f"cache_implementation must be one of {', '.join(_CACHE_KINDS)}, not {kind!r}")
+        static, offloading = kind.endswith("static"), kind.startswith("offloaded")
+        if max_cache_len is not None and not static:
+            raise InvalidRequestError(f"max_cache_len is for static caches; one that is {kind} grows")
+        if cache_config is not None and kind != "quantized":
+            raise InvalidRequestError("cache_config is for cache_implementation='quantized'")
+        if kind == "quantized":
+            return self._quantized_cache(cache_config)
+        if not static:
+            return compat.dynamic_cache(config, offloading=offloading)
         if max_cache_len is None or max_cache_len < tokens:
             raise InvalidRequestError(
                 f"a static cache needs max_cache_len of at least the prompt's {tokens} tokens plus the new ones"
             )
-        return compat.static_cache(config, max_cache_len)
+        return compat.static_cache(config, max_cache_len, offloading=offloading)
+
+    def _quantized_cache(self, cache_config: Mapping[str, Any] | None) -> Any:
+        if compat.is_encoder_decoder(self._live.model()):
+            raise InvalidRequestError("transformers has no quantized cache for encoder-decoder models: take another")
+        try:
+            return compat.quantized_cache(compat.text_config(self._live.model()), cache_config)
+        except (ValueError, TypeError, ImportError) as error:
+            raise InvalidRequestError(f"transformers makes no such quantized cache: {error}") from error
 
     # --- warm and save ---
 
@@ -190,7 +244,7 @@ class BoundStore:
         """
         if name is None and (pin or ttl is not None):
             raise InvalidRequestError("pin= and ttl= belong to a name: give name= as well")
-        if is_messages(prompt):
+        if is_messages(prompt) and not compat.is_encoder_decoder(self._live.model()):
             prefix = stable_prefix(
                 self.tokenizer, prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
             )
@@ -243,7 +297,8 @@ class BoundStore:
         Args:
             cache: the cache of one sequence, or, with ``attention_mask``, of several. It is only read.
             input_ids: exactly the ids that it holds: after ``generate`` that is one fewer than the sequence has. Where
-                pictures are among them, a mapping of these ids and what the processor returned with them.
+                pictures are among them, a mapping of these ids and what the processor returned with them. Of an
+                encoder-decoder model, a mapping of what its encoder was fed and these ids as ``decoder_input_ids``.
             attention_mask: for a cache of several lines, [lines, slots] like the ids: 0 where a slot is padding, which
                 may only be at the left. What generated tokens need, ones at the right, may be left out.
             name: a name for the entry.
@@ -261,6 +316,11 @@ class BoundStore:
         """
         guarded = self.guard if guard is None else guard
         if attention_mask is not None:
+            if compat.is_encoder_decoder(self._live.model()):
+                raise UnsupportedRequestError(
+                    "caches of several sequences of an encoder-decoder model are not taken apart: save one at a time, "
+                    "with its encoder's attention_mask in the mapping"
+                )
             if name is not None:
                 raise InvalidRequestError("name= is for one entry: name those of a batch with store.name(entry, name)")
             lines = batch_lines(self._live.model(), input_ids, attention_mask)
@@ -270,21 +330,35 @@ class BoundStore:
         return entry if name is None else self.store.name(entry, name)
 
     def _read_held(self, given: Any) -> Inputs:
+        model = self._live.model()
+        if compat.is_encoder_decoder(model):
+            if not isinstance(given, Mapping) or given.get("decoder_input_ids") is None:
+                raise InvalidPromptError(
+                    "the cache of an encoder-decoder model belongs to what its encoder was fed: save it with a mapping "
+                    "of that, as the model takes it, and decoder_input_ids, exactly those that the cache holds"
+                )
+            rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
+            return read_paired(model, read_ids(given["decoder_input_ids"]), rest)
         read = read_prompt(given, None) if isinstance(given, Mapping) else Prompt(read_ids(given), {}, "ids")
         return read_inputs(self._live.model(), read.ids, read.extras)
 
-    def to_legacy(self, cache: Any) -> tuple[Pair | None, ...]:
+    def to_legacy(self, cache: Any) -> tuple[tuple[torch.Tensor, ...] | None, ...]:
         """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim].
 
-        A layer that keeps nothing is ``None``.
+        A layer that keeps nothing is ``None``. Of an encoder-decoder model a layer is four tensors: the last two are
+        what it sees of the encoder.
 
         Raises:
-            UnsupportedCacheError: naming layer and kind, for a model whose layers keep more than keys and values.
+            UnsupportedCacheError: naming layer and kind, for a model whose layers keep more than keys and values; for
+                a quantized cache.
             CacheMismatchError: if the cache is empty, or not as the model would fill it.
         """
+        if compat.is_quantized(cache):
+            raise UnsupportedCacheError("the rows of a quantized cache are packed: a tuple cannot hold them")
         model = self._live.model()
-        plans = plan_layers(compat.text_config(model))
-        return to_pairs(saving.describe_idle(model, cache, tokens_for_pairs(cache, plans), plans))
+        plans, paired = plans_of(model), compat.is_encoder_decoder(model)
+        states = saving.describe_idle(model, cache, tokens_for_pairs(cache, plans), plans, paired=paired)
+        return to_pairs(states, describe_encoder(cache, len(plans)) if paired else ())
 
     # --- generate ---
 
@@ -305,7 +379,8 @@ class BoundStore:
             has computed the last stored token in a pass of its own.
         """
         inputs = self._read(prompt, tools, documents, chat_template_kwargs)
-        return {**self._model_inputs(inputs.ids), **self._serving.arguments(inputs, guard=self.guard)[0]}
+        arguments = self._serving.arguments(inputs, guard=self.guard)[0]
+        return arguments if inputs.encoder is not None else {**self._model_inputs(inputs.ids), **arguments}
 
     def _model_inputs(self, ids: TokenIds) -> dict[str, Any]:
         input_ids = Inputs(ids).tensor(input_device(self._live.model()))
@@ -337,7 +412,11 @@ class BoundStore:
         """
         model = self._live.model()
         refuse(model, generate_kwargs)
-        if prompt is None and generate_kwargs.get("input_ids", generate_kwargs.get("inputs")) is None:
+        if (
+            prompt is None
+            and not compat.is_encoder_decoder(model)
+            and generate_kwargs.get("input_ids", generate_kwargs.get("inputs")) is None
+        ):
             raise InvalidPromptError("generate needs a prompt: text, chat messages, token ids, or input_ids=")
         if prompt is not None:
             for name in ("inputs", "input_ids"):
@@ -359,7 +438,12 @@ class BoundStore:
         documents: Sequence[Mapping[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        if is_batch(prompt):  # runs without the store, exactly as it was given
+        model = self._live.model()
+        if compat.is_encoder_decoder(model):
+            device = input_device(model)
+            given = read_encoder_prompt(prompt, self.tokenizer, compat.encoder_input_name(model, {}))
+            return {n: value.to(device) if isinstance(value, torch.Tensor) else value for n, value in given.items()}
+        if is_batch(prompt) or is_padded(prompt):  # what comes back has the same padding
             if not isinstance(prompt, Mapping | torch.Tensor):
                 raise InvalidRequestError(
                     "several prompts at once: pass what tokenizer(texts, padding=True, return_tensors='pt') returns"

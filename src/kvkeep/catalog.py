@@ -125,7 +125,14 @@ class Catalog:
     # --- search ---
 
     def search(
-        self, identity: Identity, namespace: bytes, prefix: Prefix, limit: int, *, obstacle: Obstacle | None = None
+        self,
+        identity: Identity,
+        namespace: bytes,
+        prefix: Prefix,
+        limit: int,
+        *,
+        obstacle: Obstacle | None = None,
+        form: str = "exact",
     ) -> tuple[int, Row | None, str | None]:
         """The most leading tokens of a prompt that one entry has and can be trimmed to, at most ``limit``.
 
@@ -135,6 +142,7 @@ class Catalog:
             prefix: the prompt.
             limit: how many tokens it can use at most.
             obstacle: says why so many tokens of an entry cannot be used all the same, or ``None`` if they can.
+            form: how the entry must be stored.
 
         Returns:
             The tokens, the entry's row, and why it is not more; (0, None, reason) on a miss.
@@ -145,7 +153,7 @@ class Catalog:
         tokens, best, trouble = 0, None, None
         with self._mutex:
             self._refresh()
-            for shared, rows in self._prefixes.candidates(identity, namespace.hex(), prefix, chain):
+            for shared, rows in self._prefixes.candidates(identity, namespace.hex(), prefix, chain, form=form):
                 for row in rows:
                     if row.start:
                         continue  # a stretch behind token 0 takes its parents to read, which this version does not
@@ -208,6 +216,8 @@ class Catalog:
             if parts:
                 others = ", ".join(_PARTS[part] for part in parts)
                 return f"{parts[0]}: this prefix is stored, but for {others}"
+        if prefix.before and self._prefixes.has_other_start(identity, namespace.hex(), prefix.before):
+            return "encoder: nothing is stored for this encoder input, only for others"
         if not self._prefixes.has_namespace(namespace.hex()):
             return "namespace: nothing is stored in this namespace"
         return "prefix: no stored prefix starts like this prompt"

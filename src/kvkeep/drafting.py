@@ -19,38 +19,57 @@ from kvkeep.layouts import (
     LayerPlan,
     LayerState,
     describe_cache,
+    describe_cross,
     head_buffers,
     whole_buffer,
 )
-from kvkeep.legacy import describe_legacy, is_legacy
+from kvkeep.legacy import describe_legacy, describe_legacy_cross, is_legacy, own_pairs
 from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
 from kvkeep.storage.entries import Draft, TensorSource
 
 
-def describe(cache: Any, plans: Sequence[LayerPlan], length: int, config: Any) -> list[LayerState]:
+def describe(
+    cache: Any, plans: Sequence[LayerPlan], length: int, config: Any, *, paired: bool = False
+) -> list[LayerState]:
     """Describe a cache that holds ``length`` tokens of one sequence: a ``Cache``, or a legacy tuple.
 
-    ``config`` is that of the text model, which says how old tuples are laid out.
+    ``config`` is that of the text model, which says how old tuples are laid out. A ``paired`` cache is one of an
+    encoder-decoder model, of which the decoder's own layers are described.
 
     Raises:
         UnsupportedCacheError: naming the class, for a cache or layer that kvkeep does not know.
         CacheMismatchError: if it holds another number of tokens, or a layer is not as the model would fill it.
     """
     if is_legacy(cache):
-        return describe_legacy(cache, plans, length, config)
-    check_kept(cache, length)
-    return describe_cache(cache, plans, length)
+        return describe_legacy(own_pairs(cache) if paired else cache, plans, length, config)
+    check_kept(cache, length, paired=paired)
+    own = compat.decoder_part(cache)
+    return describe_cache(compat.first_layers(own, len(plans)) if paired else own, plans, length)
 
 
-def check_kept(cache: Any, length: int) -> None:
+def describe_encoder(cache: Any, count: int) -> list[LayerState]:
+    """Describe what a cache holds of an encoder, for a decoder of so many layers.
+
+    Raises:
+        UnsupportedCacheError, CacheMismatchError: if it is not as the model would fill it.
+    """
+    return describe_legacy_cross(cache) if is_legacy(cache) else describe_cross(cache, count)
+
+
+def check_kept(cache: Any, length: int, *, paired: bool = False) -> None:
     """Refuse what is no cache that kvkeep keeps, or holds another number of tokens.
+
+    A ``paired`` one is that of an encoder-decoder model.
 
     Raises:
         UnsupportedCacheError, CacheMismatchError: if so.
     """
     if not compat.is_known_cache(cache):
         raise UnsupportedCacheError(f"a {type(cache).__name__} is not a cache that kvkeep can keep")
+    if compat.is_paired(cache) != paired:
+        fits = "an EncoderDecoderCache" if paired else "one without cross-attention layers"
+        raise UnsupportedCacheError(f"a {type(cache).__name__} is not a cache of this model, which fills {fits}")
     cached = compat.cached_tokens(cache)
     if cached != length and compat.counts_tokens(cache):
         raise CacheMismatchError(
@@ -59,10 +78,10 @@ def check_kept(cache: Any, length: int) -> None:
         )
 
 
-def entry_key(prefix: Prefix, identity: Identity, namespace: bytes) -> EntryKey:
+def entry_key(prefix: Prefix, identity: Identity, namespace: bytes, *, form: str = "exact") -> EntryKey:
     """The key under which the KV of exactly this prefix is kept."""
     digest = prefix_hash(prefix.ids, len(prefix), prefix.chain(namespace))
-    return EntryKey(identity=identity, namespace=namespace.hex(), prefix=digest.hex(), media=prefix.media)
+    return EntryKey(identity=identity, namespace=namespace.hex(), prefix=digest.hex(), media=prefix.media, form=form)
 
 
 def draft_entry(
@@ -73,11 +92,13 @@ def draft_entry(
     tokenizer: Any,
     *,
     fields: Mapping[str, str] | None = None,
+    cross: Sequence[LayerState] = (),
 ) -> Draft:
     """The draft of an entry that starts at token 0. Tensors on the CPU are not copied: they must stay as they are."""
     tensors = {
-        tensor_name("layers", number, role): _source(tensor, number, state.record.tensors[role])
-        for number, state in enumerate(states)
+        tensor_name(stem, number, role): _source(tensor, number, state.record.tensors[role])
+        for stem, group in (("layers", states), ("cross", cross))
+        for number, state in enumerate(group)
         for role, tensor in state.tensors.items()
     }
     meta = EntryMeta(
@@ -85,6 +106,7 @@ def draft_entry(
         start=0,
         end=len(ids),
         layers=tuple(state.record for state in states),
+        cross=tuple(state.record for state in cross) or None,
         created=int(time.time()),
         creator={"kvkeep": __version__, "transformers": compat.TRANSFORMERS, "torch": torch.__version__},
         recorded={

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +16,11 @@ import torch
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedRequestError
 from kvkeep.guard import StoredRow, compare, prove
-from kvkeep.inputs import Inputs, read_inputs, unknown_inputs
+from kvkeep.inputs import Inputs, read_inputs, read_paired, unknown_inputs
+from kvkeep.layouts import put_quantized, take_quantized
 from kvkeep.lines import Line, read_lines
 from kvkeep.placement import shard_of
-from kvkeep.prefill import feed_slot
+from kvkeep.prefill import feed_slots
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
 from kvkeep.storage.verified import FileIdentity
@@ -43,6 +44,9 @@ class Served:
         snapshots: whether state is among it that is valid behind one token only.
         reused: how many of the prompt's tokens these are, over all its lines.
         lines: which lines of the cache ``row`` belongs to; ``None`` for all.
+        parts: of a batch what each of its lines was filled with, those once that begin in the same way.
+        positions: how many positions of an encoder it was filled with.
+        encoder: what stands in for the encoder's output then; ``None`` where the decoder needs it all the same.
     """
 
     match: Match
@@ -53,6 +57,14 @@ class Served:
     snapshots: bool = False
     reused: int = 0
     lines: tuple[int, ...] | None = None
+    parts: tuple[Served, ...] = ()
+    positions: int = 0
+    encoder: Any = None
+
+    @property
+    def watched(self) -> list[Served]:
+        """What of it is compared with what the model computes."""
+        return [part for part in self.parts or (self,) if part.row is not None]
 
 
 class Source(Protocol):
@@ -89,13 +101,17 @@ class Call:
         inputs: the prompt with its media, once it is known that it may be served.
         expansion: how many sequences come of each row.
         tokens: tokens of the prompt without padding, over all its lines, where it has several.
-        encode: runs the vision tower on the model inputs it is given: put off until it is known what must be seen.
+        encode: runs the vision tower, or the encoder, on the model inputs it is given: put off until it is known what
+            must be seen.
+        heard: what the encoder of an encoder-decoder model is fed, by name.
+        positions: positions of its output, over all lines.
         untold: whether the cache holds tokens that the model has not been told of, which prepares its inputs itself.
         uncounted: tokens in a cache that does not count them, which ``generate`` would feed again.
         taken: whether ``generate`` has begun.
         report: what came of it.
         served: what the cache was filled with.
         seconds: how long that took.
+        quantized: the layers of a quantized cache, while others with full rows stand in for them in the first pass.
     """
 
     source: Source
@@ -106,12 +122,15 @@ class Call:
     expansion: int = 1
     tokens: int | None = None
     encode: Callable[[dict[str, Any]], Any] | None = None
+    heard: Mapping[str, Any] | None = None
+    positions: int = 0
     untold: bool = False
     uncounted: int = 0
     taken: bool = False
     report: GenerateReport | None = None
     served: Served | None = None
     seconds: float = 0.0
+    quantized: list[Any] = field(default_factory=list)
 
     @property
     def waits(self) -> bool:
@@ -122,7 +141,12 @@ class Call:
         self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool
     ) -> None:
         """Fill the cache that ``generate`` has just prepared, if this call may be served; nothing is fed twice."""
+        if compat.is_encoder_decoder(model):
+            self._fill_paired(model, generation_config, model_kwargs, mode, given)
+            return
         self._fill(model, generation_config, model_kwargs, mode, given)
+        if self.served is None or not self.served.match:
+            self._quantize(model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT))
         held = self.served.held if self.watched and self.served is not None else self._reused()
         cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
         if held and self.served is not None and not compat.counts_tokens(cache):
@@ -144,7 +168,10 @@ class Call:
         return (args[0][:, held:], *args[1:]), kwargs
 
     def take_back(self, model_kwargs: dict[str, Any]) -> None:
-        """Give the model inputs all the media again, for a cache that has been emptied."""
+        """Give the model inputs all the media again, or the encoder's output, for a cache that has been emptied."""
+        if self.heard is not None:
+            self._encode(model_kwargs)
+            return
         if self.inputs is None or not self.inputs.values:
             return
         self._replace_media(model_kwargs, self.inputs.values)
@@ -193,6 +220,8 @@ class Call:
             reason = "layout: this model keeps its state in no Cache"
         if reason is None and compat.is_used(cache):
             reason = "cache_given: the cache that generate prepared is not empty"
+        if reason is None and compat.is_quantized(cache) and getattr(generation_config, "prefill_chunk_size", None):
+            reason = "mode: prefill_chunk_size with a quantized cache is not served yet"
         if reason is not None or self.ids is None:
             self.finish(_miss(reason), 0)
             return
@@ -201,11 +230,11 @@ class Call:
             self.finish(_miss("mask: generate would feed again what is cached: give a mask as long as the prompt"), 0)
             return
         extras = compat.generation_inputs(model_kwargs)
+        self.quantized = take_quantized(cache)
         try:
             lines = read_lines(self.ids, None if mask is None else mask[:: self.expansion])
             if len(lines) * self.expansion > 1 or lines[0].padding:
                 self._fill_lines(model, cache, lines, extras, mask)
-                self.seconds = time.perf_counter() - began
                 return
             inputs = read_inputs(model, lines[0].inputs.ids, extras)
         except (InvalidPromptError, UnsupportedRequestError) as error:
@@ -218,22 +247,82 @@ class Call:
         if served.row is None:
             self.finish(served.match, served.reused)
         elif not self._is_kept(cache, served.held):
-            self._settle(cache, prove(model, cache, inputs, served.row))
+            self._settle(cache, prove(model, cache, inputs, served.row), served)
+
+    def _fill_paired(
+        self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool
+    ) -> None:
+        """The same for a model with an encoder, which runs unless the cache is filled with what it would give."""
+        began, served = time.perf_counter(), Served(_miss(None))
+        cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
+        inputs, reason = self._paired_inputs(model, generation_config, model_kwargs, mode, given)
+        if inputs is not None:
+            new = max(0, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
+            served = self.source.fill(cache, inputs, guard=self.guard, new_tokens=new)
+            self.seconds = time.perf_counter() - began
+        unheard = served.encoder is not None and self.encode is not None
+        if unheard:
+            model_kwargs[compat.ENCODER_OUTPUTS] = served.encoder
+            self.positions = served.positions
+        else:
+            self._encode(model_kwargs)
+        if inputs is None or not served.match:
+            self.finish(served.match if reason is None else _miss(reason), 0)
+            return
+        if served.held:
+            compat.tell_length(generation_config, self.slots)
+        self.served = replace(served, reused=served.held + (served.positions if unheard else 0))
+        if served.row is None:
+            self.finish(served.match, self.served.reused)
+        elif not self._is_kept(cache, served.held):
+            asked = inputs.encoded(model_kwargs[compat.ENCODER_OUTPUTS])
+            if not self._settle(cache, prove(model, cache, asked, served.row), served):
+                self._encode(model_kwargs)
+
+    def _paired_inputs(
+        self, model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any, given: bool
+    ) -> tuple[Inputs | None, str | None]:
+        """What the encoder and the decoder are fed, or why this call must run without the store."""
+        cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
+        reason = _CACHE_GIVEN if given else paired_obstacle(model, self, generation_config, mode)
+        if reason is None and not compat.is_paired(cache):
+            reason = "layout: this model keeps its state in no EncoderDecoderCache"
+        if reason is None and compat.is_used(cache):
+            reason = "cache_given: the cache that generate prepared is not empty"
+        if reason is not None or self.ids is None or self.heard is None:
+            return None, reason
+        now = {name: value for name, value in model_kwargs.items() if name.startswith(("decoder_", "cross_attn"))}
+        before = {name: value for name, value in self.heard.items() if not name.startswith("decoder_")}
+        try:
+            return read_paired(model, read_ids(self.ids), {**before, **now}), None
+        except (InvalidPromptError, UnsupportedRequestError) as error:
+            return None, f"inputs: {error}"
+
+    def _encode(self, model_kwargs: dict[str, Any]) -> None:
+        """Run the encoder, if that was put off, and count its positions."""
+        if self.encode is not None:
+            model_kwargs.pop(compat.ENCODER_OUTPUTS, None)
+            self.encode(model_kwargs)
+        hidden = getattr(model_kwargs.get(compat.ENCODER_OUTPUTS), "last_hidden_state", None)
+        if isinstance(hidden, torch.Tensor) and hidden.dim() > 1 and self.ids is not None:
+            self.positions = hidden.shape[1] * self.ids.shape[0]
 
     def _fill_lines(
         self, model: Any, cache: Any, lines: Sequence[Line], extras: Mapping[str, Any], mask: torch.Tensor | None
     ) -> None:
-        self.tokens = sum(len(line.inputs) for line in lines)
+        began, self.tokens = time.perf_counter(), sum(len(line.inputs) for line in lines)
         if extras or compat.media_tokens(model):
             served = Served(_miss("batch: pictures are served one sequence at a time"))
+        elif self.quantized and any(line.padding for line in lines):
+            served = Served(_miss("batch: padding, which is not stored, decides the scales of a quantized cache"))
         else:
             served = self.source.fill_lines(cache, lines, copies=self.expansion, guard=self.guard)
-        self.served = served
-        if served.row is None:
+        self.served, self.seconds = served, time.perf_counter() - began
+        if not served.watched:
             self.finish(served.match, served.reused)
         elif not self._is_kept(cache, served.held):
-            feed_slot(model, cache, self.all_ids, mask, served.held)
-            self._settle(cache, compare(model, cache, served.held, served.held + 1, served.row, served.lines))
+            feed_slots(model, cache, self.all_ids, mask, served.held, served.held + 1)
+            self._settle(cache, *self._objection(model, cache, served, served.held + 1))
 
     @property
     def all_ids(self) -> torch.Tensor | None:
@@ -243,7 +332,7 @@ class Call:
     def _is_kept(self, cache: Any, position: int) -> bool:
         """Whether some layer will still hold the guard's row when the whole prompt has been fed."""
         behind = self.slots - position - 1
-        return any(compat.keeps_row(layer, behind) for layer in cache.layers)
+        return any(compat.keeps_row(layer, behind) for layer in compat.decoder_part(cache).layers)
 
     @property
     def watched(self) -> bool:
@@ -252,21 +341,39 @@ class Call:
 
     def judge(self, model: Any, cache: Any) -> bool:
         """Say whether the first forward pass agrees with the stored rows; if not, the cache is empty again."""
-        served = self.served
-        if served is None or served.row is None:
+        if self.served is None or not self.served.watched or self.report is not None:
+            self._quantize(cache)
             return True
-        return self._settle(cache, compare(model, cache, served.held, self.slots, served.row, served.lines))
+        return self._settle(cache, *self._objection(model, cache, self.served, self.slots))
 
-    def _settle(self, cache: Any, objection: str | None) -> bool:
+    def _objection(self, model: Any, cache: Any, served: Served, seen: int) -> tuple[str | None, Served]:
+        """Why a part of what was served is not what the model computes, and which."""
+        for part in served.watched:
+            if part.row is not None:
+                objection = compare(model, cache, served.held, seen, part.row, part.lines)
+                if objection is not None:
+                    return objection, part
+        return None, served
+
+    def _settle(self, cache: Any, objection: str | None, blamed: Served) -> bool:
         """Report a hit that passed the guard, or take it back."""
         if self.served is None:
             return True
         if objection is None:
             self.finish(self.served.match, self.served.reused)
+            if compat.cached_tokens(cache) == self.slots:
+                self._quantize(cache)
             return True
         compat.empty_cache(cache)
-        self.finish(self.source.refuted(self.served, objection), 0)
+        self._quantize(cache)
+        self.finish(self.source.refuted(blamed, objection), 0)
         return False
+
+    def _quantize(self, cache: Any) -> None:
+        """Give a quantized cache its own layers back, with all that the first pass left in the others."""
+        layers, self.quantized = self.quantized, []
+        if layers:
+            put_quantized(cache, layers)
 
     @property
     def slots(self) -> int:
@@ -275,7 +382,9 @@ class Call:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt over all its lines, 0 if it is not known."""
+        """Tokens of the prompt over all its lines, with the positions of an encoder; 0 if it is not known."""
+        if self.positions and self.ids is not None:
+            return self.ids.numel() + self.positions
         return self.slots if self.tokens is None else self.tokens
 
     def finish(self, match: Match, reused: int) -> None:
@@ -307,6 +416,10 @@ class Call:
         reason = obstacle(model, self, config, extras, config.get_generation_mode())
         if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             reason = _CACHE_GIVEN
+        if config.cache_implementation == "quantized":
+            reason = "mode: a quantized cache is not served here"
+        if compat.is_encoder_decoder(model):
+            reason = "seam: the steps of this encoder-decoder model's generate cannot be reached"
         if len(args) > 1:
             reason = "inputs: arguments by position are not looked at here"
         arguments: dict[str, Any] = {}
@@ -344,13 +457,33 @@ def refuse(model: Any, arguments: Mapping[str, Any]) -> None:
         raise UnsupportedRequestError("use_cache=False throws stored KV away: leave it out, or call model.generate")
     if model.training:
         raise UnsupportedRequestError("the model is in training mode (dropout changes KV): call model.eval() first")
-    if arguments.get("inputs_embeds") is not None:
+    if arguments.get("inputs_embeds") is not None and not compat.is_encoder_decoder(model):
         raise UnsupportedRequestError("inputs_embeds have no token ids to look up: pass input_ids instead")
     for name in ("cache", "past_key_values"):
         if arguments.get(name) is not None:
             raise UnsupportedRequestError(
                 f"{name}= and a store exclude each other: keep it with kv.save({name}, input_ids), then leave it out"
             )
+
+
+def paired_obstacle(model: Any, call: Call, generation_config: Any, mode: Any) -> str | None:
+    """Why this call of an encoder-decoder model must run without the store, or ``None``."""
+    if model.training:
+        return "training: the model is in training mode"
+    if getattr(generation_config, "use_cache", True) is False:
+        return "use_cache: the call runs without a cache"
+    unproven = _unproven(model, call, generation_config, str(getattr(mode, "value", mode)))
+    if unproven is None and getattr(generation_config, "prefill_chunk_size", None):
+        unproven = "prefill_chunk_size of an encoder-decoder model"
+    if unproven is not None:
+        return f"mode: {unproven} is not served yet"
+    if call.ids is None or call.ids.dim() != 2 or call.ids.dtype not in (torch.int64, torch.int32):
+        return "inputs: the prompt is not token ids"
+    if call.ids.shape[0] * call.expansion > 1:
+        return "batch: prompts of an encoder-decoder model are served one sequence at a time"
+    if call.heard is None:
+        return "inputs: encoder_outputs came without what they were computed from: give the encoder's input instead"
+    return None
 
 
 def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
@@ -376,8 +509,6 @@ def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str 
     """The name of what this call asks for that is not proven to be right with a stored prefix."""
     if shard_of(model) is not None or call.arguments.get("synced_gpus"):
         return "a group of ranks, which must agree on what they reuse,"
-    if model.config.is_encoder_decoder:
-        return "an encoder-decoder model"
     if mode not in _PROVEN_MODES:
         return mode
     for argument in _UNPROVEN_ARGUMENTS:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvkeep import compat
+from kvkeep.encoded import EncoderInput, read_encoder
 from kvkeep.entry_format import Media
 from kvkeep.errors import UnsupportedRequestError
 from kvkeep.fingerprint import check_hashable, tensor_digests
@@ -37,6 +38,7 @@ class Inputs:
         values: the media inputs by name.
         rows: for each item, which rows of which inputs are its.
         types: the inputs that say of each token what kind it is, each [1, tokens].
+        encoder: what the encoder is fed, where the ids are a decoder's.
     """
 
     ids: TokenIds
@@ -44,6 +46,7 @@ class Inputs:
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: tuple[_Rows, ...] = ()
     types: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    encoder: EncoderInput | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -51,7 +54,7 @@ class Inputs:
     @property
     def prefix(self) -> Prefix:
         """What decides the KV of the prompt."""
-        return Prefix(self.ids, self.media)
+        return Prefix(self.ids, self.media if self.encoder is None else (self.encoder.item, *self.media))
 
     def between(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         """The media inputs of the items that begin at tokens [begin, end)."""
@@ -76,7 +79,8 @@ class Inputs:
         """The first so many tokens."""
         media = media_before(self.media, tokens)
         kept = self.between(0, tokens)
-        return Inputs(self.ids[:tokens], media, kept, self.rows[: len(media)], self.types_before(tokens))
+        types = self.types_before(tokens)
+        return Inputs(self.ids[:tokens], media, kept, self.rows[: len(media)], types, self.encoder)
 
     def tensor(self, device: torch.device, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """The ids [begin, end), int64 of shape [1, tokens]."""
@@ -87,7 +91,13 @@ class Inputs:
         """The same inputs on a device."""
         values = {name: value.to(device) for name, value in self.values.items()}
         types = {name: value.to(device) for name, value in self.types.items()}
-        return Inputs(self.ids, self.media, values, self.rows, types)
+        encoder = None if self.encoder is None else self.encoder.on(device)
+        return Inputs(self.ids, self.media, values, self.rows, types, encoder)
+
+    def encoded(self, output: Any) -> Inputs:
+        """The same inputs with what the encoder makes of its part of them."""
+        encoder = None if self.encoder is None else self.encoder.encoded(output)
+        return Inputs(self.ids, self.media, self.values, self.rows, self.types, encoder)
 
 
 def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
@@ -131,6 +141,26 @@ def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
     _check_types(types, places)
     found.sort(key=lambda item: (item[0].start, item[0].kind))
     return Inputs(ids, tuple(one for one, _ in found), values, tuple(rows for _, rows in found), types)
+
+
+def read_paired(model: Any, ids: TokenIds, given: Mapping[str, Any]) -> Inputs:
+    """Take the ids of a decoder with what the encoder is fed, which are all of the other inputs.
+
+    Raises:
+        InvalidPromptError, UnsupportedRequestError: as :func:`~kvkeep.encoded.read_encoder`, and for a decoder's ids
+            with padding among them.
+    """
+    rest = dict(given)
+    mask = rest.pop("decoder_attention_mask", None)
+    if mask is not None and not bool((torch.as_tensor(mask) == 1).all()):
+        raise UnsupportedRequestError("the decoder_attention_mask hides some of the decoder's ids: leave them out")
+    unplaced = (compat.unplaced_ids(model) or frozenset()).intersection(ids.tolist())
+    if unplaced:
+        raise UnsupportedRequestError(
+            f"the decoder's ids hold {min(unplaced)}, which is padding to {type(model).__name__}: it places the tokens "
+            "behind it otherwise than a cache counts them"
+        )
+    return Inputs(ids, encoder=read_encoder(model, rest))
 
 
 def input_device(model: Any) -> torch.device:

@@ -15,7 +15,7 @@ import torch
 from kvkeep import compat
 from kvkeep.entry_format import LayerRecord
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
-from kvkeep.layouts import LayerPlan, LayerState
+from kvkeep.layouts import LayerPlan, LayerState, describe_cross_tensors
 from kvkeep.layouts.attention import attention_state
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -26,6 +26,30 @@ _NOTHING = "none"
 def is_legacy(cache: object) -> bool:
     """Whether this is a tuple or list of layers and not a ``Cache``."""
     return isinstance(cache, tuple | list)
+
+
+def own_pairs(cache: Sequence[Any]) -> Sequence[Any]:
+    """The decoder's own keys and values of layers of four tensors; what has no such layers, as it is."""
+    return [layer[:2] for layer in cache] if _is_quadruple(cache) else cache
+
+
+def describe_legacy_cross(cache: Sequence[Any]) -> list[LayerState]:
+    """Describe what a tuple of four tensors a layer holds of an encoder.
+
+    Raises:
+        CacheMismatchError: for a tuple of other layers, naming the first.
+    """
+    if not _is_quadruple(cache):
+        wrong = next((n for n, one in enumerate(cache) if not isinstance(one, tuple | list) or len(one) != 4), 0)
+        raise CacheMismatchError(
+            f"layer {wrong} of the tuple is not (keys, values, cross keys, cross values), as those of an "
+            "encoder-decoder model are"
+        )
+    return describe_cross_tensors([_pair(layer[2:], number, 0, None) for number, layer in enumerate(cache)])
+
+
+def _is_quadruple(cache: Sequence[Any]) -> bool:
+    return bool(cache) and all(isinstance(layer, tuple | list) and len(layer) == 4 for layer in cache)
 
 
 def describe_legacy(
@@ -76,12 +100,20 @@ def tokens_for_pairs(cache: Any, plans: Sequence[LayerPlan]) -> int:
     return tokens
 
 
-def to_pairs(states: Sequence[LayerState]) -> tuple[Pair | None, ...]:
-    """Described layers as a legacy tuple; the tensors are [1, heads, rows, dim] views of the cache's own."""
-    return tuple(
+def to_pairs(
+    states: Sequence[LayerState], cross: Sequence[LayerState] = ()
+) -> tuple[tuple[torch.Tensor, ...] | None, ...]:
+    """Described layers as a legacy tuple; the tensors are [1, heads, rows, dim] views of the cache's own.
+
+    With cross layers, theirs are behind them: four a layer.
+    """
+    own = tuple(
         None if state.record.kind == _NOTHING else (state.tensors["keys"][None], state.tensors["values"][None])
         for state in states
     )
+    if not cross:
+        return own
+    return tuple((*(one or ()), *(two or ())) for one, two in zip(own, to_pairs(cross), strict=True))
 
 
 def _check_plain(plans: Sequence[LayerPlan]) -> None:
@@ -116,7 +148,7 @@ def _pair(layer: Any, number: int, length: int, config: Any) -> Pair:
         raise CacheMismatchError(f"layer {number} of the tuple is a {type(layer).__name__}, not (keys, values)")
     if len(layer) == 4:
         raise UnsupportedCacheError(
-            f"layer {number} of the tuple has four tensors: caches of encoder-decoder models cannot be kept"
+            f"layer {number} of the tuple has four tensors, as of an encoder-decoder model, which this one is not"
         )
     if len(layer) != 2:
         raise CacheMismatchError(f"layer {number} of the tuple has {len(layer)} tensors, not (keys, values)")

@@ -7,7 +7,7 @@ slots of padding, which no token ever looks at. So nothing that the caller passe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +17,6 @@ from kvkeep import compat
 from kvkeep.errors import InvalidPromptError
 from kvkeep.inputs import Inputs, read_inputs
 from kvkeep.prompts import left_padding, read_ids
-
-Rows = Sequence[Mapping[str, torch.Tensor]]
-"""For each layer rows of one token by role, each [heads, lines, dim]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,24 +29,17 @@ class Line:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """One line's cache of its own, to be laid into that of the batch.
-
-    Attributes:
-        cache: holds the line's first ``held`` tokens; ``None`` where the line has only padding before the cut.
-        held: the tokens.
-        row: the stored rows of the token behind them, if it is to be watched.
-    """
+    """One line's cache of its own, to be laid into that of the batch: it holds the line's first ``held`` tokens."""
 
     cache: Any
     held: int
-    row: Rows | None
 
 
-class Fill(Protocol):
-    """Fills a cache of one line with the first so many tokens of a prompt, or fewer."""
+class Reach(Protocol):
+    """Says how many of a prompt's first so many tokens a cache could be filled with."""
 
-    def __call__(self, inputs: Inputs, tokens: int, *, guard: bool) -> Filled:
-        """The filled cache; it holds nothing on a miss."""
+    def __call__(self, inputs: Inputs, tokens: int) -> int:
+        """At most ``tokens``."""
 
 
 def read_lines(ids: torch.Tensor, mask: torch.Tensor | None) -> list[Line]:
@@ -60,8 +50,11 @@ def read_lines(ids: torch.Tensor, mask: torch.Tensor | None) -> list[Line]:
         mask: likewise, 0 where a slot is padding.
 
     Raises:
-        InvalidPromptError: for a line of padding alone, or with padding elsewhere than at its left edge.
+        InvalidPromptError: for a line of padding alone, or with padding elsewhere than at its left edge, and for a mask
+            of other lines.
     """
+    if mask is not None and mask.shape[0] != ids.shape[0]:
+        raise InvalidPromptError(f"the attention mask has {mask.shape[0]} rows, the prompt {ids.shape[0]}")
     lines = []
     for number in range(ids.shape[0]):
         row = read_ids(ids[number])
@@ -90,75 +83,48 @@ def batch_lines(model: Any, input_ids: Any, attention_mask: Any) -> list[Line]:
     return lines
 
 
-def common_cut(lines: Sequence[Line], fill: Fill, *, guard: bool) -> list[Filled]:
-    """Fill a cache for each line, all up to the same slot, the last one that they all can be filled to.
+def common_cut(lines: Sequence[Line], reach: Reach, *, at_most: int, watched: bool) -> int:
+    """The last slot up to which all lines can be filled, or hold nothing but padding; 0 if there is none.
 
-    Returns:
-        One for each line; the same object for lines that are the same. Empty if no slot will do.
+    Args:
+        lines: the lines.
+        reach: what is stored of each.
+        at_most: the slot to begin with.
+        watched: each line's last token before the slot is left out, so one such token alone is none.
     """
-    slot = max(line.padding + len(line.inputs) for line in lines) - 1  # at least one slot must be left to feed
-    while True:
-        known: dict[tuple[bytes, int], Filled] = {}
-        filled: list[Filled] = []
+    slot, known = at_most, dict[bytes, int]()
+    while slot > min(line.padding for line in lines):
+        ends = []
         for line in lines:
             tokens = slot - line.padding
-            if tokens <= 0:
-                filled.append(Filled(None, 0, None))
-                continue
-            key = (line.inputs.ids[:tokens].int64, tokens)
-            if key not in known:
-                known[key] = fill(line.inputs, tokens, guard=guard)
-            filled.append(known[key])
-        ends = [line.padding + _behind(one) for line, one in zip(lines, filled, strict=True) if line.padding < slot]
-        if not ends or min(ends) <= min(line.padding for line in lines):
-            return []
+            if tokens == 1 and watched:
+                ends.append(line.padding)
+            elif tokens > 0:
+                first = line.inputs.ids[:tokens].int64
+                if first not in known:
+                    known[first] = reach(line.inputs, tokens)
+                ends.append(line.padding + known[first])
         if min(ends) == slot:
-            break
+            return slot
         slot = min(ends)
-    watched = [one for one in filled if one.cache is not None]
-    if guard and any(one.row is None for one in watched):  # they would end at different slots
-        return common_cut(lines, fill, guard=False)
-    return filled
+    return 0
 
 
-def _behind(one: Filled) -> int:
-    """The tokens that a cache holds, with the one that is watched."""
-    return one.held + (one.row is not None)
+def lay_out(cache: Any, slots: int, filled: Sequence[Filled | None], copies: int) -> None:
+    """Make the empty cache of a batch hold so many slots: the lines' caches at the end of them, each ``copies`` times.
 
-
-def lay_out(cache: Any, lines: Sequence[Line], filled: Sequence[Filled], copies: int) -> int:
-    """Put the lines' caches into the empty cache of a batch, each ``copies`` times in a row.
-
-    Returns:
-        The slots that the cache now holds.
+    A line of ``None`` has only padding there.
     """
-    slots = next(line.padding + one.held for line, one in zip(lines, filled, strict=True) if one.cache is not None)
-    first = next(one.cache for one in filled if one.cache is not None)
+    first = next(one.cache for one in filled if one is not None)
     for number, layer in enumerate(first.layers):
         laid = [
-            like.new_ones((len(lines) * copies, like.shape[1], slots, like.shape[3]))  # zeros count as free in 4.57
+            like.new_ones((len(filled) * copies, like.shape[1], slots, like.shape[3]))  # zeros count as free in 4.57
             for like in (layer.keys, layer.values)
         ]
         for place, one in enumerate(filled):
-            if one.cache is not None:
+            if one is not None:
                 own = one.cache.layers[number]
                 for target, rows in zip(laid, (own.keys, own.values), strict=True):
                     target[place * copies : (place + 1) * copies, :, slots - rows.shape[2] :] = rows
         compat.extend(cache, number, laid[0], laid[1])
-    return slots
-
-
-def watched_rows(filled: Sequence[Filled], copies: int) -> tuple[list[dict[str, torch.Tensor]], list[int]] | None:
-    """The stored rows of every line at the slot that is watched, and which lines of the cache they belong to."""
-    there = [(number, one.row) for number, one in enumerate(filled) if one.row is not None]
-    if not there:
-        return None
-    layers = range(len(there[0][1]))
-    rows = [
-        {
-            role: torch.cat([row[layer][role] for _, row in there for _ in range(copies)], dim=1)
-            for role in there[0][1][layer]
-        }
-        for layer in layers
-    ]
-    return rows, [number * copies + copy for number, _ in there for copy in range(copies)]
+    compat.rest(cache)

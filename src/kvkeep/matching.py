@@ -16,16 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
-from kvkeep.entry_format import EntryMeta
+from kvkeep.entry_format import EntryMeta, Media
 from kvkeep.keys import BLOCK, DIGEST_SIZE, common_prefix, prefix_hash
-from kvkeep.prefixes import Prefix, media_before, with_media
+from kvkeep.prefixes import Prefix, before_tokens, media_before, with_media
 from kvkeep.records import Identity
 from kvkeep.storage.rows import Row, has_snapshots, trims
 
 NEAR = 16
 """How many rows of a depth are offered on the chance that they share some tokens of one more block."""
 
-_Group = tuple[str, str, str, str, tuple[int, int] | None]
+_Group = tuple[str, str, str, str, tuple[int, int] | None, tuple[Media, ...]]
 _Place = tuple[bytes, str, Row]  # packed chain from token 0, with its media, key, row
 
 
@@ -98,7 +98,7 @@ class PrefixIndex:
             them: a multiple of 256, and fewer than 256 more. First those that are wholly a prefix of the prompt, the
             longest first, and all of them; then at most ``near`` others. The last tokens are 0: no whole block shared.
         """
-        group = (identity.model, identity.tokenizer, namespace, form, tp)
+        group = (identity.model, identity.tokenizer, namespace, form, tp, prefix.before)
         for tokens, whole, others in _around(self._shelves.get(group, []), prefix, chain):
             yield tokens, whole + list(islice(others, near))
 
@@ -106,7 +106,7 @@ class PrefixIndex:
         """Rows that share tokens with a prompt but were computed with something else, the most shared first."""
         found: list[tuple[int, str, Row]] = []
         for group, places in self._shelves.items():
-            if group[:2] == (identity.model, identity.tokenizer):
+            if group[:2] == (identity.model, identity.tokenizer) or group[-1] != prefix.before:
                 continue
             nearest = next(_around(places, prefix, chain), None)  # what shares less explains less
             if nearest is not None:
@@ -114,6 +114,11 @@ class PrefixIndex:
                 row = whole[0] if whole else next(others)
                 found.append((row.end if whole else tokens, row.key, row))
         return [row for tokens, _, row in sorted(found, key=itemgetter(0, 1), reverse=True) if tokens]
+
+    def has_other_start(self, identity: Identity, namespace: str, before: tuple[Media, ...]) -> bool:
+        """Whether anything is stored for this identity and namespace behind something else before token 0."""
+        wanted = (identity.model, identity.tokenizer, namespace)
+        return any(group[:3] == wanted and group[-1] != before for group in self._shelves)
 
     def has_namespace(self, namespace: str) -> bool:
         """Whether any entry is in the namespace with this digest."""
@@ -183,7 +188,7 @@ class PrefixIndex:
 
 
 def _group(row: Row) -> _Group:
-    return row.identity.model, row.identity.tokenizer, row.namespace, row.form, row.tp
+    return row.identity.model, row.identity.tokenizer, row.namespace, row.form, row.tp, before_tokens(row.media)
 
 
 def _with_media(row: Row) -> bytes:

@@ -41,7 +41,8 @@ def prefill(
         UnsupportedCacheError: if the model did not fill the cache it was given.
     """
     check_known(model, inputs.ids)
-    cache = compat.complete_cache(compat.text_config(model))
+    inputs = with_encoder(model, inputs)
+    cache = empty_cache(model, inputs)
     total = len(inputs) if tokens is None else tokens
     for begin, end in passes(inputs, total, chunk):
         feed(model, cache, inputs, begin, end)
@@ -52,6 +53,31 @@ def prefill(
             f"{type(model).__name__} left {compat.cached_tokens(cache)} tokens in the cache it was given for {total}"
         )
     return cache
+
+
+def empty_cache(model: Any, inputs: Inputs) -> Any:
+    """An empty cache for these inputs that keeps every row of every layer."""
+    own = compat.complete_cache(compat.text_config(model))
+    return own if inputs.encoder is None else compat.paired(own)
+
+
+def with_encoder(model: Any, inputs: Inputs) -> Inputs:
+    """The inputs on the model's device, with the encoder run, where there is one that has not.
+
+    Raises:
+        InvalidPromptError: if the encoder refuses what it is given.
+    """
+    encoder = inputs.encoder
+    if encoder is None or encoder.output is not None:
+        return inputs
+    inputs = inputs.on(input_device(model))
+    try:
+        with _evaluating(model), torch.no_grad():
+            return inputs.encoded(compat.encode(model, encoder.name, (inputs.encoder or encoder).values or {}))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # somebody else's forward, with somebody else's input: it raises what it likes
+        raise InvalidPromptError(f"the encoder does not take this prompt: {error}") from error
 
 
 def passes(inputs: Inputs, tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -76,7 +102,9 @@ def check_known(model: Any, ids: TokenIds) -> None:
 
 def known_ids(model: Any) -> int | None:
     """How many ids the model knows, or ``None`` if its input embeddings are not one table."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
+    reader = model.get_decoder() if compat.is_encoder_decoder(model) else model
+    embeddings = reader.get_input_embeddings() if hasattr(reader, "get_input_embeddings") else None
+    weight = getattr(embeddings, "weight", None)
     return None if weight is None else int(weight.shape[0])
 
 
@@ -90,6 +118,8 @@ def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits
         InvalidPromptError: if a model for media refuses the prompt.
     """
     once = {"logits_to_keep": 0 if logits else 1} if compat.takes(model, "logits_to_keep") else {}
+    if inputs.encoder is not None:
+        return _feed_decoder(model, cache, with_encoder(model, inputs), begin, end)
     with _evaluating(model), torch.no_grad():
         if not compat.media_tokens(model):
             device = input_device(model)
@@ -106,24 +136,47 @@ def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits
             raise InvalidPromptError(f"the model does not take this prompt: {error}") from error
 
 
-def feed_slot(model: Any, cache: Any, ids: Any, mask: torch.Tensor | None, slot: int) -> None:
-    """Extend a cache of several lines by the tokens at one slot, as ``generate`` would place them.
+def feed_slots(
+    model: Any, cache: Any, ids: Any, mask: torch.Tensor | None, begin: int, end: int
+) -> torch.Tensor | None:
+    """Extend a cache of several lines of ``begin`` slots to ``end``, as ``generate`` would place their tokens.
 
     Args:
         model: a model of text.
-        cache: holds ``slot`` slots.
+        cache: holds ``begin`` slots.
         ids: [lines, slots].
         mask: likewise, or ``None`` where no slot is padding.
-        slot: the one to feed.
+
+    Returns:
+        Logits, [lines, slots, vocabulary], if the model has any.
     """
     arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}
     seen = torch.ones_like(ids) if mask is None else mask
     if compat.takes(model, "attention_mask"):
-        arguments["attention_mask"] = seen[:, : slot + 1]
+        arguments["attention_mask"] = seen[:, :end]
     if compat.takes(model, "position_ids"):
-        arguments["position_ids"] = (seen.long().cumsum(-1) - 1).clamp(min=0)[:, slot : slot + 1]
+        arguments["position_ids"] = (seen.long().cumsum(-1) - 1).clamp(min=0)[:, begin:end]
     with _evaluating(model), torch.no_grad():
-        model(input_ids=ids[:, slot : slot + 1], **arguments)
+        return _logits(model(input_ids=ids[:, begin:end], **arguments))
+
+
+def _feed_decoder(model: Any, cache: Any, inputs: Inputs, begin: int, end: int) -> torch.Tensor | None:
+    device, encoder = input_device(model), inputs.encoder
+    arguments = {
+        **({} if encoder is None else {**encoder.others, compat.ENCODER_OUTPUTS: encoder.output}),
+        "decoder_input_ids": inputs.tensor(device, begin, end),
+        compat.forward_cache_argument(model): cache,
+        "use_cache": True,
+    }
+    if compat.takes(model, "cache_position"):
+        arguments["cache_position"] = torch.arange(begin, end, device=device)
+    try:
+        with _evaluating(model), torch.no_grad():
+            return _logits(model(**arguments))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise InvalidPromptError(f"the model does not take this prompt: {error}") from error
 
 
 def _logits(outputs: Any) -> torch.Tensor | None:

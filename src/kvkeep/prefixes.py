@@ -36,9 +36,19 @@ class Prefix:
         stop = item.indices(len(self))[1]
         return Prefix(self.ids[:stop], media_before(self.media, stop))
 
+    @property
+    def before(self) -> tuple[Media, ...]:
+        """What lies before token 0."""
+        return before_tokens(self.media)
+
     def chain(self, namespace: bytes) -> list[bytes]:
         """The :func:`~kvkeep.keys.prefix_chain` of the ids."""
         return prefix_chain(self.ids, namespace)
+
+
+def before_tokens(media: tuple[Media, ...]) -> tuple[Media, ...]:
+    """Those that lie before token 0, and so belong to whatever is used of a prefix: what an encoder is fed."""
+    return tuple(one for one in media if one.end == 0) if media else media
 
 
 def media_before(media: tuple[Media, ...], stop: int) -> tuple[Media, ...]:

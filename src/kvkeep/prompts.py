@@ -136,6 +136,43 @@ def read_prompt(
     return Prompt(read_ids(prompt), {}, "ids")
 
 
+def read_encoder_prompt(prompt: Any, tokenizer: Any, name: str) -> dict[str, Any]:
+    """The model inputs of a prompt for a model with an encoder: text and ids are what the encoder reads.
+
+    Args:
+        prompt: text, ids, features, or the mapping that a tokenizer or processor returned, which may hold
+            ``decoder_input_ids``, too.
+        tokenizer: a tokenizer or processor; may be ``None`` where no text is given.
+        name: the name of the encoder's main input.
+
+    Raises:
+        InvalidPromptError: for chat messages, or no prompt at all.
+        InvalidRequestError: a tokenizer is missing.
+    """
+    if isinstance(prompt, Mapping):
+        return {one: _rows_of(one, value) for one, value in prompt.items() if value is not None}
+    if is_messages(prompt) or prompt is None:
+        raise InvalidPromptError(
+            f"a prompt of an encoder-decoder model is text, ids, or a mapping of {name} and decoder_input_ids, not "
+            + ("chat messages" if prompt is not None else "nothing")
+        )
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequestError("a text prompt needs a tokenizer: bind(model, tokenizer)")
+        return dict(tokenizer(text=prompt, return_tensors="pt"))
+    if isinstance(prompt, (torch.Tensor, np.ndarray)):
+        value = torch.as_tensor(prompt)
+        return {name: value if value.ndim > 1 else value[None]}
+    return {name: torch.tensor([read_ids(prompt).tolist()])}
+
+
+def _rows_of(name: str, value: Any) -> Any:
+    """A model input as a tensor, where it is one; ids and masks in rows."""
+    tensor = _as_tensor(value) if isinstance(value, (list, tuple, np.ndarray)) else value
+    flat = isinstance(tensor, torch.Tensor) and tensor.ndim == 1 and name.endswith(("_ids", "_mask"))
+    return tensor[None] if flat else tensor
+
+
 def read_ids(ids: Any) -> TokenIds:
     """Take the ids of a tensor, array, list or tuple of one sequence.
 
@@ -171,6 +208,16 @@ def is_batch(prompt: Any) -> bool:
     if not isinstance(prompt, (list, tuple)) or len(prompt) == 0 or is_messages(prompt):
         return False
     return _is_prompt(prompt[0]) and (len(prompt) > 1 or is_batch(prompt[0]))
+
+
+def is_padded(prompt: Any) -> bool:
+    """Whether this is a mapping of tensors, as ``model.generate`` takes it, with padding."""
+    if not isinstance(prompt, Mapping):
+        return False
+    ids, mask = prompt.get("input_ids"), prompt.get("attention_mask")
+    if not (isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor)) or ids.dim() != 2:
+        return False
+    return bool((mask != 1).any())
 
 
 def is_messages(prompt: Any) -> bool:

@@ -40,6 +40,7 @@ class Entry:
         namespace: digest of the namespace it belongs to.
         parent: key of the entry that holds the tokens before ``start``, or ``None``.
         names: the names that point at it.
+        form: ``"exact"``, or how it was quantized by the cache that was saved.
     """
 
     key: str
@@ -51,6 +52,12 @@ class Entry:
     namespace: str
     parent: str | None = None
     names: tuple[str, ...] = ()
+    form: str = "exact"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it holds the keys and values as the model computed them, not quantized ones."""
+        return self.form == "exact"
 
     @property
     def tokens(self) -> int:
@@ -67,11 +74,14 @@ class Match:
         entry: the entry they come from, or ``None``.
         reason: why it is not more: ``None`` if all that could be hoped for was found, else ``"code"`` or
             ``"code: detail"``. The codes are listed in the README.
+        exact: whether a load gives bit for bit what the model computed. False where it is quantized: in the entry, or
+            on the way into a quantized cache.
     """
 
     tokens: int
     entry: Entry | None
     reason: str | None
+    exact: bool = True
 
     def __bool__(self) -> bool:
         return self.tokens > 0

@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvkeep import compat
-from kvkeep.drafting import check_kept, describe, draft_entry, entry_key
+from kvkeep.drafting import check_kept, describe, describe_encoder, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.guard import manner_of, objection_to, prove, rows_of_layer
+from kvkeep.guard import LIMITS, limit_for, manner_of, objection_to, prove, row_errors, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs
 from kvkeep.layouts import (
     LayerPlan,
     LayerState,
     batch_pairs,
+    describe_cross,
     describe_layers,
     describe_prefilled,
-    plan_layers,
+    plans_of,
+    quantize,
     sliding_start,
 )
 from kvkeep.lines import Line
-from kvkeep.prefill import CHUNK, check_known, prefill
+from kvkeep.prefill import CHUNK, check_known, feed, prefill, with_encoder
 from kvkeep.prefixes import uncut
 from kvkeep.records import Entry
 from kvkeep.storage.entries import Draft
@@ -37,6 +39,11 @@ SLACK = 4
 """Rows that a warmed entry keeps of a sliding layer beyond its window: the guard computes one again, a prompt covered
 to its last token is trimmed by one, and text whose last tokens merge with what follows reaches back by two or three
 (measured on five tokenizers)."""
+
+_QUANTIZED_LIMITS = {False: 1e-2, True: 0.5}
+"""How far two honest rows may be apart that were quantized, relative to their size: in float32, and where rounding is
+coarser or it cannot be told which of them came one by one. Measured in float32: 2e-6 and less, and 1 and more for
+another token's."""
 
 
 def warm(
@@ -50,7 +57,7 @@ def warm(
 
     State that is valid behind one token only is kept before the last one: so it serves this very prompt, too.
     """
-    if any(plan.snapshot for plan in plan_layers(compat.text_config(live.model()))):
+    if any(plan.snapshot for plan in live.asked(plans_of)):
         inputs = inputs.first(uncut(inputs.media, len(inputs) - 1) or len(inputs))
     key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
     entry = store.get(key.hash)
@@ -72,16 +79,32 @@ def _prefill(
 ) -> Entry:
     model, plans, total, began = live.model(), _plans(live, len(inputs)), len(inputs), time.perf_counter()
     report = None if progress is None else lambda done: progress(done, total)
+    inputs = with_encoder(model, inputs)
     cache = prefill(model, inputs, chunk=_chunk(live, total), progress=report)
     store.journal.prefilled(total, time.perf_counter() - began)
-    states = describe_prefilled(cache, plans, total, slack=SLACK)
+    states, cross = _prefilled(cache, plans, total, slack=SLACK)
     del cache
     _check_unchanged(key, live)  # a changed model goes on otherwise, too
-    _check_end(live, inputs, states, plans)
-    return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
+    _check_end(live, inputs, states, plans, cross)
+    draft = draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields(), cross=cross)
+    return _put(store, key, live, draft)
 
 
-def _check_end(live: LiveIdentity, inputs: Inputs, states: Sequence[LayerState], plans: Sequence[LayerPlan]) -> None:
+def _prefilled(
+    cache: Any, plans: Sequence[LayerPlan], length: int, *, slack: int
+) -> tuple[list[LayerState], list[LayerState]]:
+    """What was prefilled here, and, of an encoder-decoder model, what it holds of the encoder."""
+    states = describe_prefilled(compat.decoder_part(cache), plans, length, slack=slack)
+    return states, describe_cross(cache, len(plans)) if compat.is_paired(cache) else []
+
+
+def _check_end(
+    live: LiveIdentity,
+    inputs: Inputs,
+    states: Sequence[LayerState],
+    plans: Sequence[LayerPlan],
+    cross: Sequence[LayerState],
+) -> None:
     """Refuse what the model itself does not go on from: the last token, computed from the rest, must be the same.
 
     Raises:
@@ -92,7 +115,7 @@ def _check_end(live: LiveIdentity, inputs: Inputs, states: Sequence[LayerState],
     if not last or within or live.length_rule() is not None or not all(plan.plain for plan in plans):
         return
     row = [{role: rows[:, -1:] for role, rows in state.tensors.items()} for state in states]
-    objection = prove(model, _before(model, states, plans, last), inputs, row)
+    objection = prove(model, _before(model, states, plans, last, cross), inputs, row)
     if objection is not None:
         raise UnsupportedCacheError(
             f"{type(model).__name__} goes on from a cache of {last} tokens otherwise than it computes them: {objection}"
@@ -104,8 +127,66 @@ def save(store: CacheStore, live: LiveIdentity, tokenizer: Any, cache: Any, inpu
     store.check_writable()
     model = live.model()
     plans = _plans(live, len(inputs))
-    states = describe_idle(model, cache, len(inputs), plans)
-    return _save_states(store, live, tokenizer, inputs, states, plans, guard=guard)
+    paired = inputs.encoder is not None
+    states = describe_idle(model, cache, len(inputs), plans, paired=paired)
+    if compat.is_quantized(cache):
+        return _save_quantized(store, live, tokenizer, cache, inputs, states, guard=guard)
+    cross = describe_encoder(cache, len(plans)) if paired else []
+    return _save_states(store, live, tokenizer, inputs, states, plans, guard=guard, cross=cross)
+
+
+def _save_quantized(
+    store: CacheStore,
+    live: LiveIdentity,
+    tokenizer: Any,
+    cache: Any,
+    inputs: Inputs,
+    states: Sequence[LayerState],
+    *,
+    guard: bool,
+) -> Entry:
+    """Store a quantized cache as it is, under a form that only caches of the same settings are filled from."""
+    model = live.model()
+    try:
+        form = compat.form_of(cache)
+    except ValueError as error:
+        raise UnsupportedCacheError(f"the cache cannot be saved: {error}") from None
+    key = entry_key(inputs.prefix, live.current(), store.namespace_digest, form=form)
+    objection = _quantized_objection(model, cache, inputs, chunk=_chunk(live, len(inputs))) if guard else None
+    if objection is not None:
+        raise CacheMismatchError(
+            f"the quantized cache is not what a prefill of these inputs gives, with tokens behind it one by one: "
+            f"{objection}. Rows that were quantized twice, as in long generations, cannot be checked: guard=False "
+            "saves them unchecked. warm(prompt) stores exact rows, which load into quantized caches, too"
+        )
+    return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
+
+
+def _quantized_objection(model: Any, cache: Any, inputs: Inputs, *, chunk: int) -> str | None:
+    """Why a quantized cache is not what one prefill of its quantized rows and then single tokens give; ``None`` if so.
+
+    Rounding takes a number to the next level now and then, so what counts of a row is the median over the layers.
+    """
+    begin = compat.rows_quantized(cache.layers[0])
+    check_known(model, inputs.ids)
+    computed = prefill(model, inputs, tokens=begin, chunk=chunk)
+    twin = compat.quantized_twin(compat.text_config(model), cache)
+    for mine, full in zip(twin.layers, computed.layers, strict=True):
+        quantize(mine, full.keys, full.values)
+    for at in range(begin, len(inputs)):
+        feed(model, twin, inputs, at, at + 1)
+    errors = []
+    for mine, theirs in zip(twin.layers, cache.layers, strict=True):
+        for new, old in zip(compat.full_rows(mine), compat.full_rows(theirs), strict=True):
+            if new.shape != old.shape:
+                return f"it holds {list(old.shape)}, not {list(new.shape)}"
+            errors.append(row_errors([(new[0].transpose(0, 1), old[0].transpose(0, 1))]))
+    first = cache.layers[0]
+    coarse = not compat.tells_history(first) or limit_for(model, first.keys.dtype) > LIMITS[torch.float32]
+    error, limit = float(torch.stack(errors).median(dim=0).values.max()), _QUANTIZED_LIMITS[coarse]
+    if error <= limit:  # not the other way round: a NaN is no agreement
+        return None
+    return f"a row computed again differs from the one in the cache by {error:.1e} of its size (limit {limit:.0e})"
 
 
 def save_lines(
@@ -141,17 +222,19 @@ def _save_states(
     plans: Sequence[LayerPlan],
     *,
     guard: bool,
+    cross: Sequence[LayerState] = (),
 ) -> Entry:
     model = live.model()
     key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
     if guard:
-        objection = _objection(model, inputs, states, plans, chunk=_chunk(live, len(inputs)))
+        objection = _objection(model, inputs, states, plans, cross, chunk=_chunk(live, len(inputs)))
         if objection is not None:
             raise CacheMismatchError(
                 f"the cache does not hold what this model computes for these inputs: {objection}. Save it with the "
                 "model and exactly the inputs it was prefilled with (guard=False saves it unchecked)"
             )
-    return _put(store, key, live, draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields()))
+    draft = draft_entry(key, inputs.ids, states, model, tokenizer, fields=live.fields(), cross=cross)
+    return _put(store, key, live, draft)
 
 
 def _put(store: CacheStore, key: EntryKey, live: LiveIdentity, draft: Draft) -> Entry:
@@ -170,10 +253,12 @@ def _check_idle(model: Any) -> None:
         raise UnsupportedRequestError("the model is in training mode, where caches are noisy: call model.eval()")
 
 
-def describe_idle(model: Any, cache: Any, length: int, plans: Sequence[LayerPlan]) -> list[LayerState]:
+def describe_idle(
+    model: Any, cache: Any, length: int, plans: Sequence[LayerPlan], *, paired: bool = False
+) -> list[LayerState]:
     """Describe a cache of a model that is not being trained."""
     _check_idle(model)
-    return describe(cache, plans, length, compat.text_config(model))
+    return describe(cache, plans, length, compat.text_config(model), paired=paired)
 
 
 def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:
@@ -183,7 +268,7 @@ def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:
             f"{type(model).__name__} has other rotary frequencies for every length beyond {rule.switch} tokens, so "
             f"that KV of {length} tokens would serve no other prompt: store a shorter prefix"
         )
-    plans = plan_layers(compat.text_config(model))
+    plans = plans_of(model)
     objection = live.asked(manner_of).objection
     if objection is not None:
         raise UnsupportedCacheError(f"{type(model).__name__} {objection}")
@@ -197,20 +282,29 @@ def _chunk(live: LiveIdentity, length: int) -> int:
 
 
 def _objection(
-    model: Any, inputs: Inputs, states: Sequence[LayerState], plans: Sequence[LayerPlan], *, chunk: int
+    model: Any,
+    inputs: Inputs,
+    states: Sequence[LayerState],
+    plans: Sequence[LayerPlan],
+    cross: Sequence[LayerState],
+    *,
+    chunk: int,
 ) -> str | None:
     """Why the model says that these states are not what it computes for these inputs.
 
     The rows of a layer that has them all say whether the ids are right, each of them; the rows of the last token, in
     every layer, say whether the model is. Where windows have moved on, only the whole prefill can say either; where
-    there are media, all of it is compared.
+    there are media or an encoder, all of it is compared.
     """
     check_known(model, inputs.ids)
     last = len(inputs) - 1
-    if inputs.media or not all(plan.plain for plan in plans):
-        computed = describe_prefilled(prefill(model, inputs, chunk=chunk), plans, len(inputs), slack=len(inputs))
+    if inputs.media or cross or not all(plan.plain for plan in plans):
+        own, seen = _prefilled(prefill(model, inputs, chunk=chunk), plans, len(inputs), slack=len(inputs))
+        if [state.record.rows for state in seen] != [state.record.rows for state in cross]:
+            counts = cross[0].record.rows, seen[0].record.rows
+            return f"it holds {counts[0]} positions of an encoder where the model computes {counts[1]}"
         pairs = []
-        for number, (new, old) in enumerate(zip(computed, states, strict=True)):
+        for number, (new, old) in enumerate(zip([*own, *seen], [*states, *cross], strict=True)):
             if (new.record.tensors, new.record.scalars) != (old.record.tensors, old.record.scalars):
                 return f"layer {number} holds other tensors than the model's own"
             pairs += _pairs(new.tensors, new.record.first, old)
@@ -252,7 +346,13 @@ def _pairs(
     return pairs
 
 
-def _before(model: Any, states: Sequence[LayerState], plans: Sequence[LayerPlan], tokens: int) -> Any:
+def _before(
+    model: Any,
+    states: Sequence[LayerState],
+    plans: Sequence[LayerPlan],
+    tokens: int,
+    cross: Sequence[LayerState] = (),
+) -> Any:
     """A cache of the first ``tokens`` tokens, of the very memory that the states lie in."""
     cache = compat.dynamic_cache(compat.text_config(model))
     devices = compat.layer_devices(model, len(states))
@@ -261,4 +361,11 @@ def _before(model: Any, states: Sequence[LayerState], plans: Sequence[LayerPlan]
         keys, values = (state.tensors[role][None, :, begin:-1].to(device) for role in ("keys", "values"))
         if tokens:
             compat.fill_dynamic(layer, keys, values, tokens)
-    return cache
+    if not cross:
+        return cache
+    pair = compat.paired(cache)
+    for number, (state, device) in enumerate(zip(cross, devices, strict=True)):
+        keys, values = (state.tensors[role][None].to(device) for role in ("keys", "values"))
+        compat.extend(pair.cross_attention_cache, number, keys, values)
+    compat.mark_encoded(pair)
+    return pair

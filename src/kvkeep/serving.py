@@ -5,24 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvkeep import compat
+from kvkeep.batches import fill_batch
 from kvkeep.catalog import Obstacle
 from kvkeep.drafting import differing_fields
-from kvkeep.errors import KvkeepError, UnsupportedRequestError
+from kvkeep.encoded import EncoderInput
+from kvkeep.entry_format import EntryMeta
+from kvkeep.errors import EntryError, KvkeepError, UnsupportedCacheError, UnsupportedRequestError
 from kvkeep.generation import Served
-from kvkeep.guard import manner_of, prove
+from kvkeep.guard import manner_of, places_by_mask, prove
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device
-from kvkeep.layouts import Buffers, fill_cache, plan_layers
-from kvkeep.lines import Filled, Line, common_cut, lay_out, watched_rows
+from kvkeep.layouts import Buffers, fill_cache, fill_paired, plans_of, positions_of
+from kvkeep.lines import Line
 from kvkeep.matching import can_trim
 from kvkeep.prefill import feed
 from kvkeep.records import GenerateReport, Identity, Match
 from kvkeep.storage.entries import EntryFile
 from kvkeep.storage.index import Row
-from kvkeep.storage.rows import has_snapshots
+from kvkeep.storage.rows import has_snapshots, trims
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
@@ -56,8 +62,21 @@ class Serving:
         self._live = live
         self._told: set[Any] = set()
 
-    def lookup(self, inputs: Inputs) -> Match:
-        """How many leading tokens could be served, at most all but the last."""
+    def lookup(self, inputs: Inputs, *, cache: Any = None) -> Match:
+        """How many leading tokens could be served, at most all but the last; into ``cache``, if one is given."""
+        if cache is None or not compat.is_quantized(cache):
+            return self._lookup(inputs, "exact")
+        return replace(max(self._quantized_first(cache, inputs), key=lambda found: found.tokens), exact=False)
+
+    def _quantized_first(self, cache: Any, inputs: Inputs) -> list[Match]:
+        """What there is for a quantized cache: what was quantized just so, and what can be."""
+        try:
+            form = compat.form_of(cache)
+        except ValueError:
+            return [self._lookup(inputs, "exact")]
+        return [self._lookup(inputs, form), self._lookup(inputs, "exact")]
+
+    def _lookup(self, inputs: Inputs, form: str) -> Match:
         try:
             identity = self._live.current()
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
@@ -66,13 +85,21 @@ class Serving:
         refused = self._refused(total)
         if refused is not None:
             return _miss(refused)
-        match = self._store.find(identity, inputs.prefix, limit=total - 1, obstacle=self._obstacle(total))
-        return self._named(match, identity, inputs)
+        limit, obstacle = _limit(inputs), self._obstacle(total)
+        match = self._store.find(identity, inputs.prefix, limit=limit, obstacle=obstacle, form=form)
+        match = self._named(match, identity, inputs)
+        if match.entry is None or inputs.encoder is None:
+            return match
+        try:
+            return _with_encoder(match, positions_of(self._store.header(match.entry.key).meta), total)
+        except (EntryError, OSError) as error:
+            return _miss(f"damaged: {error}")
 
-    def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0) -> Served:
+    def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0, form: str = "exact") -> Served:
         """Fill an empty cache with the longest stored prefix of a prompt, at most all but the last token.
 
-        For the guard, the cache gets one token fewer, and that token's stored rows come along. Where new tokens will
+        For the guard, the cache gets one token fewer, and that token's stored rows come along. Of a prompt with an
+        encoder, its part of the cache is filled, too, even where that is all there is. Where new tokens will
         follow, layers that grow get room for the rest of the prompt and for ``new_tokens`` more, within reason.
         """
         model, total, served = self._live.model(), len(inputs), Served(_miss(None))
@@ -81,14 +108,20 @@ class Serving:
             nonlocal served
 
             meta, tensors, rule = file.header.meta, file.header.tensors, self._live.length_rule()
-            watched = guard and can_trim(meta, tokens - 1)
+            paired = inputs.encoder is not None
+            watched = guard and (can_trim(meta, tokens - 1) or (paired and _has_first(meta, tokens)))
             if rule is not None and rule.obstacle(meta.end, tokens - 1, total) is not None:
                 watched = False
-            held = tokens - 1 if watched else tokens
+            held = tokens - 1 if watched else min(tokens, total - 1)
             devices = compat.layer_devices(model, len(meta.layers))
             room = total - held + min(new_tokens, _ROOM) if new_tokens else 0
-            row = fill_cache(cache, meta, tensors, held, _Layers(file), devices, next_row=watched, room=room)
-            served = Served(_miss(None), held, held, row, file.identity, has_snapshots(meta))
+            if paired:
+                read = partial(_Layers, file)
+                row = fill_paired(cache, meta, tensors, held, read, devices, next_row=watched, room=room)
+            else:
+                row = fill_cache(cache, meta, tensors, held, _Layers(file), devices, next_row=watched, room=room)
+            positions = positions_of(meta)
+            served = Served(_miss(None), held, held, row, file.identity, has_snapshots(meta), positions=positions)
             self._compare_attention(meta.recorded.get("attention"))
 
         steps = 0
@@ -97,18 +130,25 @@ class Serving:
             refused, obstacle = self._refused(total), self._obstacle(total)
             if refused is not None:
                 return Served(_miss(refused))
-            match = self._store.serve(identity, inputs.prefix, limit=total - 1, use=use, obstacle=obstacle)
+            limit = _limit(inputs)
+            match = self._store.serve(identity, inputs.prefix, limit=limit, use=use, obstacle=obstacle, form=form)
             match = self._named(match, identity, inputs)
+            match, served = self._unheard(match, served, total)
             steps = self._steps(served, total) if match and new_tokens else 0
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
+            compat.empty_cache(cache)
             return Served(_miss(f"identity: {error}"))
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
             if self._store.on_error == "raise":
                 raise
             log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self._store.path, error)
+            compat.empty_cache(cache)
             return Served(_miss(f"error: {type(error).__name__}: {error}"))
         if not match:
             return Served(match)
+        if guard and served.row is None and match.tokens == 1 and not served.snapshots and inputs.encoder is None:
+            compat.empty_cache(cache)
+            return Served(_miss("guard: a single token is stored, and one must be computed again"))
         if steps * _STEP_COST > served.held:
             compat.empty_cache(cache)
             return Served(
@@ -117,6 +157,14 @@ class Serving:
         for at in range(served.held, served.held + steps):
             feed(model, cache, inputs, at, at + 1)
         return replace(served, match=match, cached=served.held + steps, reused=served.held)
+
+    def _unheard(self, match: Match, served: Served, total: int) -> tuple[Match, Served]:
+        """The same with an encoder's part counted, and with what stands in for the encoder, where it need not run."""
+        if not match or not served.positions:
+            return match, served
+        if self._live.asked(manner_of).skips:
+            served = replace(served, encoder=compat.nothing_encoded(self._live.model(), served.positions))
+        return _with_encoder(match, served.positions, total), served
 
     def fill_lines(self, cache: Any, lines: Sequence[Line], *, copies: int, guard: bool) -> Served:
         """Fill an empty cache of several lines with what is stored of all of them, up to one slot.
@@ -128,33 +176,30 @@ class Serving:
             guard: leave the last slot out, and give the stored rows of its tokens.
         """
         model = self._live.model()
-        config = compat.text_config(model)
-        found: list[Served] = []
-
-        def fill(inputs: Inputs, tokens: int, *, guard: bool) -> Filled:
-            own = compat.dynamic_cache(config)
-            served = self.fill(own, inputs.first(tokens + 1), guard=guard)
-            found.append(served)
-            return Filled(own, served.held, served.row)
-
-        if self._live.length_rule() is not None or not all(plan.plain for plan in plan_layers(config)):
+        try:
+            plain = all(plan.plain for plan in self._live.asked(plans_of))
+        except UnsupportedCacheError as error:
+            return Served(_miss(f"layout: {error}"))
+        if self._live.length_rule() is not None or not plain:
             return Served(_miss("batch: this model's layout is served one sequence at a time"))
-        filled = common_cut(lines, fill, guard=guard)
-        missed = next((one.match for one in found if not one.match), None)
-        if not filled:
-            return Served(missed if missed is not None else _miss("batch: the lines share no slot to be cut at"))
-        slots = lay_out(cache, lines, filled, copies)
-        watched = watched_rows(filled, copies)
-        match = next(one.match for one in reversed(found) if one.match)
-        return Served(
-            replace(match, reason=None if missed is None else missed.reason),
-            slots,
-            slots,
-            None if watched is None else watched[0],
-            found[-1].file,
-            lines=None if watched is None else tuple(watched[1]),
-            reused=sum(one.held for one in filled),
-        )
+        if any(line.padding for line in lines) and not self._live.asked(places_by_mask):
+            return Served(_miss(f"batch: {type(model).__name__} places tokens by their slot, padding counted"))
+        try:
+            return fill_batch(
+                cache,
+                lines,
+                self.lookup,
+                partial(self.fill, guard=guard),
+                config=compat.text_config(model),
+                copies=copies,
+                watched=guard,
+            )
+        except Exception as error:  # whatever is wrong, the caller's work goes on
+            if self._store.on_error == "raise":
+                raise
+            log.warning("kvkeep: a batch could not be filled (%s); the prompts are computed instead", error)
+            compat.empty_cache(cache)
+            return Served(_miss(f"error: {type(error).__name__}: {error}"))
 
     def _steps(self, served: Served, total: int) -> int:
         """How many tokens of the prompt must be fed one by one before ``generate`` feeds the last."""
@@ -204,8 +249,19 @@ class Serving:
             )
 
     def load(self, cache: Any, inputs: Inputs) -> int:
-        """Fill an empty cache, and leave the model as a prefill of so many tokens would; the tokens, 0 on a miss."""
-        model, held = self._live.model(), self.fill(cache, inputs, guard=False).held
+        """Fill an empty cache, and leave the model as a prefill of so many tokens would; the tokens, 0 on a miss.
+
+        Positions of an encoder count, too.
+        """
+        form, model = "exact", self._live.model()
+        if compat.is_quantized(cache) and (entry := self.lookup(inputs, cache=cache).entry) is not None:
+            form = entry.form
+        served = self.fill(cache, inputs, guard=False, form=form)
+        if (served.match.reason or "").startswith("layout"):
+            log.warning("kvkeep: nothing was loaded: %s", served.match.reason)
+        held = served.held
+        if inputs.encoder is not None:
+            return held + served.positions
         if held and compat.media_tokens(model):
             inputs = inputs.on(input_device(model))
             ids = inputs.tensor(input_device(model))
@@ -216,6 +272,8 @@ class Serving:
         """What ``generate`` takes beside the ids, with a filled cache where it cannot be reached from inside."""
         model = self._live.model()
         inputs = inputs.on(input_device(model))
+        if inputs.encoder is not None:
+            return self._paired_arguments(model, inputs, inputs.encoder, guard=guard)
         whole = {**inputs.values, **inputs.types}
         cache = compat.dynamic_cache(compat.text_config(model))
         served = self.fill(cache, inputs, guard=guard)
@@ -237,9 +295,25 @@ class Serving:
             )
         if others is None:
             return whole, Served(_miss("inputs: this transformers takes no media behind a cache that it is given"))
-        named = compat.names_cache_kind(getattr(model, "generation_config", None))
-        none = {"cache_implementation": None} if named else {}
-        return {compat.GENERATE_CACHE_ARGUMENT: cache, **none, **others}, served
+        return {compat.GENERATE_CACHE_ARGUMENT: cache, **_kind_of(model), **others}, served
+
+    def _paired_arguments(
+        self, model: Any, inputs: Inputs, encoder: EncoderInput, *, guard: bool
+    ) -> tuple[dict[str, Any], Served]:
+        ids = inputs.tensor(input_device(model))
+        whole = {**(encoder.values or {}), "decoder_input_ids": ids}
+        cache = compat.paired(compat.dynamic_cache(compat.text_config(model)))
+        served = self.fill(cache, inputs, guard=guard)
+        if served.row is not None:  # asked of a copy: the token may be the last, which is left to generate
+            asked = compat.with_own_part_copied(cache)
+            objection = prove(model, asked, inputs.encoded(served.encoder), served.row)
+            if objection is not None:
+                return whole, Served(self.refuted(served, objection))
+        if not served.match:
+            return whole, served
+        others = {} if served.encoder is None else {compat.ENCODER_OUTPUTS: served.encoder}
+        counted = {"decoder_attention_mask": torch.ones_like(ids)}  # without it, all ids would be fed behind the cache
+        return {**whole, compat.GENERATE_CACHE_ARGUMENT: cache, **counted, **others, **_kind_of(model)}, served
 
     def refuted(self, served: Served, why: str) -> Match:
         """Take back what was served, because the model computes otherwise: it has changed, or the entry is wrong."""
@@ -259,15 +333,41 @@ class Serving:
 class _Layers:
     """The layers of an open entry, as :func:`~kvkeep.layouts.fill_cache` reads them."""
 
-    def __init__(self, file: EntryFile) -> None:
+    def __init__(self, file: EntryFile, stem: str = "layers") -> None:
         self._file = file
+        self._stem = stem
 
     def rows(self, layer: int, first: int, last: int, targets: Buffers, behind: Buffers | None) -> None:
-        self._file.read_rows("layers", layer, first, last, targets, behind)
+        self._file.read_rows(self._stem, layer, first, last, targets, behind)
 
     def snapshots(self, layer: int, targets: Mapping[str, memoryview]) -> None:
-        self._file.read_snapshots("layers", layer, targets)
+        self._file.read_snapshots(self._stem, layer, targets)
 
 
 def _miss(reason: str | None) -> Match:
     return Match(tokens=0, entry=None, reason=reason)
+
+
+def _limit(inputs: Inputs) -> int:
+    """How many of a prompt's ids may be matched: all but the last, which must be fed.
+
+    Behind an encoder all of them: what was computed of the last one is compared, and the encoder's part serves even
+    where there is no other.
+    """
+    return len(inputs) if inputs.encoder is not None else len(inputs) - 1
+
+
+def _with_encoder(match: Match, positions: int, total: int) -> Match:
+    """A match of so many of ``total`` ids with the positions of the encoder counted; the last id is to be fed."""
+    return replace(match, tokens=positions + min(match.tokens, total - 1))
+
+
+def _has_first(meta: EntryMeta, tokens: int) -> bool:
+    """Whether the one token that is matched is the first, and its rows are there."""
+    return tokens == 1 and not has_snapshots(meta) and all(not first for first, _ in trims(meta))
+
+
+def _kind_of(model: Any) -> dict[str, Any]:
+    """What keeps a model's own generation config from asking for another kind of cache than it is given."""
+    named = compat.names_cache_kind(getattr(model, "generation_config", None))
+    return {"cache_implementation": None} if named else {}

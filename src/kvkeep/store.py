@@ -23,7 +23,7 @@ from kvkeep.errors import (
     StoreReadOnlyError,
 )
 from kvkeep.keys import TokenIds, namespace_digest
-from kvkeep.prefixes import Prefix, shared_with_media
+from kvkeep.prefixes import Prefix, before_tokens, shared_with_media
 from kvkeep.records import Entry, GenerateReport, Identity, Match
 from kvkeep.settings import OnError, Verify, default_store_path
 from kvkeep.storage import skeleton
@@ -236,10 +236,15 @@ class CacheStore:
 
     # --- finding and serving ---
 
-    def find(self, identity: Identity, prefix: Prefix, *, limit: int, obstacle: Obstacle | None = None) -> Match:
+    def find(
+        self, identity: Identity, prefix: Prefix, *, limit: int, obstacle: Obstacle | None = None, form: str = "exact"
+    ) -> Match:
         """The longest stored part of ``prefix`` that is usable, up to ``limit`` tokens, by what the index knows."""
-        tokens, row, reason = self._catalog.search(identity, self.namespace_digest, prefix, limit, obstacle=obstacle)
-        return Match(tokens=tokens, entry=None if row is None else _entry(row, ()), reason=reason)
+        tokens, row, reason = self._catalog.search(
+            identity, self.namespace_digest, prefix, limit, obstacle=obstacle, form=form
+        )
+        entry = None if row is None else _entry(row, ())
+        return Match(tokens=tokens, entry=entry, reason=reason, exact=entry is None or entry.exact)
 
     def recorded_by_stranger(self, identity: Identity, prefix: Prefix) -> Mapping[str, Any]:
         """What the nearest entry that was computed with something else says of how; empty if there is none."""
@@ -257,6 +262,7 @@ class CacheStore:
         limit: int,
         use: Callable[[EntryFile, int], None],
         obstacle: Obstacle | None = None,
+        form: str = "exact",
     ) -> Match:
         """Find the longest usable prefix and hand its open, checked file to ``use(file, tokens)``.
 
@@ -265,13 +271,13 @@ class CacheStore:
         """
         trouble: str | None = None
         for _ in range(ATTEMPTS):
-            match = self.find(identity, prefix, limit=limit, obstacle=obstacle)
+            match = self.find(identity, prefix, limit=limit, obstacle=obstacle, form=form)
             if match.entry is None:
                 return replace(match, reason=trouble or match.reason)
             key, file = match.entry.key, None
             try:
                 with self._files.open(key) as file:
-                    _check_echo(file, identity, self.namespace_digest.hex(), prefix, match.tokens)
+                    _check_echo(file, identity, self.namespace_digest.hex(), prefix, match.tokens, form)
                     use(file, match.tokens)
                 return replace(match, reason=trouble or match.reason)
             except FileNotFoundError:
@@ -317,13 +323,16 @@ class CacheStore:
         return _entry(row, self._names().get(row.key, ()))
 
 
-def _check_echo(file: EntryFile, identity: Identity, namespace: str, prefix: Prefix, tokens: int) -> None:
+def _check_echo(file: EntryFile, identity: Identity, namespace: str, prefix: Prefix, tokens: int, form: str) -> None:
     """What the file says of itself must be what was asked for, whatever the index said."""
     key = file.header.meta.key
-    if key.identity != identity or key.namespace != namespace or key.form != "exact" or key.tp:
+    if key.identity != identity or key.namespace != namespace or key.form != form or key.tp:
         raise EntryDamagedError("the file is not the entry that the index describes")
     if file.header.meta.start or file.header.meta.end < tokens:
         raise EntryDamagedError("the file holds other tokens than the index says")
+    before = before_tokens(key.media)
+    if before != prefix.before or bool(before) != bool(file.header.meta.cross):
+        raise EntryDamagedError("the file holds what another encoder input gave than the index says")
     if shared_with_media(key.media, prefix.media, tokens)[1] is not None:
         raise EntryDamagedError("the file holds other media than the index says")
     if file.read_ids().int32[: 4 * tokens] != prefix.ids.int32[: 4 * tokens]:
@@ -341,6 +350,7 @@ def _entry(row: Row, names: tuple[str, ...]) -> Entry:
         namespace=row.namespace,
         parent=row.parent,
         names=tuple(sorted(names)),
+        form=row.form,
     )
 
 

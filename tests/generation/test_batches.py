@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import TINY_NAMES, VOCABULARY, build_tiny
+from transformers import BartConfig, BartForCausalLM
 
+import kvkeep.serving
 from kvkeep import BoundStore, CacheStore, compat
 from kvkeep.errors import CacheMismatchError, InvalidPromptError, InvalidRequestError
 
@@ -94,6 +96,7 @@ def test_lines_with_one_prefix_reuse_it(llama: Any, kv: BoundStore, mode: str, l
     batch = padded(*tails(prefix, *lengths))
     control = outcome(llama.generate, **batch, **options)
     kv.warm(prefix)
+    outcome(kv.generate, batch, max_new_tokens=1)  # a model is asked once how it places tokens behind padding
     ours: list[Any] = []
     fed = fed_by(llama, lambda: ours.append(outcome(kv.generate, batch, **options)))
     assert_same(ours[0], control)
@@ -220,28 +223,164 @@ def test_the_guard_stops_a_changed_model_for_all_lines(tmp_path: Path, mode: str
     assert str(kv.last_report.reason).startswith("guard: a row computed again differs")
 
 
-def test_one_wrong_line_is_enough(llama: Any, kv: BoundStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second line's own entry is made to hold what another prompt left there."""
-    import kvkeep.lines
+def store_anothers(kv: BoundStore, model: Any, ids: torch.Tensor) -> str:
+    """Under the key of these ids the KV of others."""
+    cache = compat.dynamic_cache(model.config)
+    with torch.no_grad():
+        model(random_ids(ids.shape[1], seed=99), **{compat.GENERATE_CACHE_ARGUMENT: cache}, use_cache=True)
+    return kv.save(cache, ids, guard=False).key
 
-    one, two = random_ids(STORED, seed=7), random_ids(STORED, seed=8)
-    kv.warm(one)
-    kv.warm(two)
-    batch = padded(*tails(one, 4), *tails(two, 4))
-    control = outcome(llama.generate, **batch)
-    assert_same(outcome(kv.generate, batch), control)
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_one_wrong_line_is_enough_and_its_entry_alone_is_set_aside(
+    llama: Any, kv: BoundStore, mode: str, wrong: int
+) -> None:
+    prefixes = [random_ids(STORED, seed=7), random_ids(STORED, seed=8)]
+    batch = padded(*(tails(prefix, 4)[0] for prefix in prefixes))
+    options, copies = MODES[mode]
+    control = outcome(llama.generate, **batch, **options)
+    right = kv.warm(prefixes[1 - wrong]).key
+    assert store_anothers(kv, llama, prefixes[wrong]) != right
+    assert_same(outcome(kv.generate, batch, **options), control)
     assert kv.last_report is not None
-    assert kv.last_report.reused_tokens == 2 * (STORED - 1)
-    original = kvkeep.lines.lay_out
-
-    def swap(cache: Any, lines: Any, filled: Any, copies: int) -> int:
-        wrong = kvkeep.lines.Filled(filled[0].cache, filled[1].held, filled[1].row)
-        return original(cache, lines, [filled[0], wrong], copies)
-
-    monkeypatch.setattr("kvkeep.serving.lay_out", swap)
-    assert_same(outcome(kv.generate, batch), control)
     assert kv.last_report.reused_tokens == 0
     assert str(kv.last_report.reason).startswith("guard: ")
+    assert [entry.key for entry in kv.store.entries()] == [right]
+    kv.warm(prefixes[wrong])
+    assert_same(outcome(kv.generate, batch, **options), control)
+    assert (kv.last_report.reused_tokens, kv.last_report.reason) == (2 * (STORED - 1), None)
+    assert copies * 2 == control[1].shape[0]
+
+
+@pytest.mark.parametrize("before_the_cut", [1, 2])
+def test_a_line_of_one_token_before_the_cut_does_not_end_the_watch(
+    llama: Any, kv: BoundStore, before_the_cut: int
+) -> None:
+    """Nothing of such a line can be computed again and compared, so the cut is one earlier for all."""
+    wrong, short = random_ids(STORED, seed=7), random_ids(before_the_cut, seed=8)
+    batch = padded(*tails(wrong, 4), *tails(short, 4))
+    control = outcome(llama.generate, **batch)
+    kv.warm(tails(short, 4)[0])
+    kv.warm(wrong)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    cut = STORED - (before_the_cut == 1)
+    assert kv.last_report.reused_tokens == cut - 1 + before_the_cut - 1
+    kv.store.remove(kv.warm(wrong).key)
+    store_anothers(kv, llama, wrong)
+    assert_same(outcome(kv.generate, batch), control)
+    assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:7]) == (0, "guard: ")
+
+
+def test_a_prompt_of_two_tokens_has_none_to_compare(llama: Any, kv: BoundStore) -> None:
+    ids = random_ids(2)
+    control = outcome(llama.generate, ids, attention_mask=torch.ones_like(ids))
+    kv.warm(ids)
+    assert_same(outcome(kv.generate, ids), control)
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:7]) == (0, "guard: ")
+    assert_same(outcome(kv.generate, ids, guard=False), control)
+    assert kv.last_report.reused_tokens == 1
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_models_that_count_padding_are_not_served_padded(tmp_path: Path, guard: bool) -> None:
+    """GPT-2's kin take positions from the mask; a Bart decoder counts slots."""
+    torch.manual_seed(0)
+    size = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+    }
+    config = BartConfig(**size, decoder_ffn_dim=48, max_position_embeddings=128, init_std=0.3, pad_token_id=0)
+    model = BartForCausalLM(config).eval()
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    kv = CacheStore(tmp_path / "store").bind(model, guard=guard)
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, 5, 9))
+    control = outcome(model.generate, **batch)
+    kv.warm(prefix)
+    assert_same(outcome(kv.generate, batch), control)
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens == 0
+    assert "padding counted" in str(kv.last_report.reason)
+    assert len(kv.store.entries()) == 1
+    even = padded(*tails(prefix, 5), *tails(prefix, 5))
+    assert_same(outcome(kv.generate, even), outcome(model.generate, **even))
+    assert kv.last_report.reused_tokens == 2 * (STORED - guard)
+
+
+ODD_MASKS = {
+    "twos": lambda mask: mask * 2,
+    "a two": lambda mask: torch.cat([mask[:, :-1], mask[:, -1:] * 2], dim=1),
+    "halves": lambda mask: mask.float() * 0.5,
+}
+
+
+@pytest.mark.parametrize("odd", ODD_MASKS)
+@pytest.mark.parametrize("guard", [True, False])
+def test_masks_of_other_values_are_not_served(llama: Any, kv: BoundStore, odd: str, guard: bool) -> None:
+    prefix = random_ids(STORED)
+    batch = padded(*tails(prefix, 5, 7))
+    batch["attention_mask"] = ODD_MASKS[odd](batch["attention_mask"])
+    control = outcome(llama.generate, **batch)
+    kv.warm(prefix)
+    assert_same(outcome(kv.generate, **batch, guard=guard), control)
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, str(kv.last_report.reason)[:7]) == (0, "inputs:")
+    assert len(kv.store.entries()) == 1
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+@pytest.mark.parametrize("given", ["attention_mask", "position_ids"])
+def test_what_is_longer_than_the_prompt_is_not_served(llama: Any, kv: BoundStore, given: str, extra: int) -> None:
+    prefix = random_ids(STORED)
+    ids = tails(prefix, 5)[0]
+    values = torch.ones(1, ids.shape[1] + extra, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs[given] = values if given == "attention_mask" else values.cumsum(-1) - 1
+    kv.warm(prefix)
+    try:
+        control = outcome(llama.generate, **inputs)
+    except (RuntimeError, IndexError, ValueError) as error:
+        with pytest.raises(type(error)):
+            outcome(kv.generate, **inputs)
+        return
+    assert_same(outcome(kv.generate, **inputs), control)
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens == 0
+    assert str(kv.last_report.reason).partition(":")[0] in ("mask", "positions", "inputs")
+    assert len(kv.store.entries()) == 1
+
+
+def test_lines_that_end_far_apart_are_read_once_each(llama: Any, kv: BoundStore, monkeypatch: Any) -> None:
+    prefixes = [random_ids(20 + 10 * number, seed=number) for number in range(4)]
+    batch = padded(*(tails(prefix, 4)[0] for prefix in prefixes))
+    control = outcome(llama.generate, **batch)
+    for prefix in prefixes:
+        kv.warm(prefix)
+    filled = []
+    original = kvkeep.serving.fill_cache
+    monkeypatch.setattr(kvkeep.serving, "fill_cache", lambda *a, **k: filled.append(1) or original(*a, **k))
+    assert_same(outcome(kv.generate, batch), control)
+    assert len(filled) == len(prefixes)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": STORED + 12, "max_new_tokens": None}, {"num_beams": 2}])
+def test_a_mapping_with_padding_comes_back_with_it(llama: Any, kv: BoundStore, options: dict[str, Any]) -> None:
+    prefix = random_ids(STORED)
+    padding = torch.nn.functional.pad(tails(prefix, 5)[0], (4, 0))
+    prompt = {"input_ids": padding, "attention_mask": (torch.arange(padding.shape[1]) >= 4).long()[None]}
+    control = outcome(llama.generate, **prompt, **options)
+    kv.warm(prefix)
+    ours = outcome(kv.generate, prompt, **options)
+    assert_same(ours, control)
+    assert torch.equal(ours[0][:, : padding.shape[1]], padding)
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens == STORED - 1
 
 
 # --- not served ---

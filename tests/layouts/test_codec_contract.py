@@ -294,7 +294,7 @@ def test_every_codec_is_under_the_contract() -> None:
     contracts = [one for one in globals().values() if isinstance(one, type) and issubclass(one, LayerCodecContract)]
     proven = {type(one().make_layer()) for one in contracts if one.__name__.startswith("Test")}
     known = {one for one in _CODECS if one.__module__.startswith(("kvkeep.layouts.", "transformers."))}
-    assert known - proven == set()
+    assert known - proven == set(compat.QUANTIZED_LAYERS)  # their rows come back quantized: see test_cross_class
     named = {name for name in _BY_NAME if importlib.util.find_spec(f"transformers.models.{name[0]}")}
     assert named == {
         (one.__module__.split(".")[2], one.__name__)

@@ -104,6 +104,13 @@ class Subject:
     def ids_name(self) -> str:
         return "decoder_input_ids" if self.encoder else "input_ids"
 
+    def prompt(self, ids: torch.Tensor) -> Any:
+        """A prompt as kvkeep takes it."""
+        return {**self.encoder, self.ids_name: ids} if self.encoder else ids
+
+    def generate(self, ids: torch.Tensor) -> Any:
+        return self.model.generate(**{self.ids_name: ids, **self.encoder}, **_OPTIONS)
+
     def forward(self, ids: torch.Tensor, cache: Any = None, seen: int = 0) -> Any:
         inputs: dict[str, Any] = {self.ids_name: ids, **self.encoder}
         if cache is not None:
@@ -138,6 +145,8 @@ def _check(family: str, name: str) -> Record:
         subject = _subject(build(family, name), family)
     except CannotBuildError as error:
         return replace(record, reason=str(error))
+    if subject.encoder and subject.model.can_generate():  # as generate begins, and so every prompt of such a model
+        ids[0, 0] = subject.model.generation_config.decoder_start_token_id
     with tempfile.TemporaryDirectory(prefix="kvkeep-sweep-") as folder:
         bound = _attempt("bind", lambda: CacheStore(Path(folder, "saved")).bind(subject.model))
         try:
@@ -289,7 +298,7 @@ def _conform(
         record = replace(record, outcome=EXACT)
     except RefusedError as refusal:
         record = replace(record, outcome=REFUSED, reason=str(refusal))
-    if subject.encoder or not subject.model.can_generate():
+    if not subject.model.can_generate():
         return record
     return _generate(record, subject, ids, folder)
 
@@ -333,10 +342,10 @@ def _save_and_load(
     folder: Path,
 ) -> None:
     if cache is None:
-        _typed("warm", lambda: kv.warm(ids[:, :PREFIX]))
+        _typed("warm", lambda: kv.warm(subject.prompt(ids[:, :PREFIX])))
         raise WrongError("warm stored something for a model that makes no cache")
     kept = copy.deepcopy(cache)
-    _typed("save", lambda: kv.save(cache, ids[:, :PREFIX]))
+    _typed("save", lambda: kv.save(cache, subject.prompt(ids[:, :PREFIX])))
     if not controls:
         raise WrongError("saved a cache that the model itself cannot continue")
     if difference := first_difference(kept, cache):
@@ -344,9 +353,9 @@ def _save_and_load(
     fresh = _typed("bind", lambda: CacheStore(folder / "saved").bind(subject.model))
     for step, control in controls.items():
         for turn in ("first", "second") if step > 1 else ("first",):
-            loaded = _typed("load", lambda: fresh.load(ids))
+            loaded = _typed("load", lambda: fresh.load(subject.prompt(ids)))
             if loaded is None:
-                raise WrongError(f"load missed: {fresh.lookup(ids).reason}")
+                raise WrongError(f"load missed: {fresh.lookup(subject.prompt(ids)).reason}")
             if difference := first_difference(kept, loaded):
                 raise WrongError(f"the loaded cache is not the saved one: {difference}")
             try:
@@ -361,7 +370,7 @@ def _generate(record: Record, subject: Subject, ids: torch.Tensor, folder: Path)
     """The first logits of ``generate`` with and without a store, which must be the same for a refused type, too."""
     try:
         torch.manual_seed(0)
-        plain = subject.model.generate(ids[:, :PROMPT], **_OPTIONS).logits[0]
+        plain = subject.generate(ids[:, :PROMPT]).logits[0]
     except Exception as error:  # noqa: BLE001
         return replace(record, notes=(*record.notes, f"the model cannot generate: {_said(error)[:80]}"))
     try:
@@ -369,21 +378,22 @@ def _generate(record: Record, subject: Subject, ids: torch.Tensor, folder: Path)
     except RefusedError:
         return record
     try:
-        _typed("warm", lambda: kv.warm(ids[:, :PREFIX]))
+        _typed("warm", lambda: kv.warm(subject.prompt(ids[:, :PREFIX])))
     except RefusedError as refusal:
         if record.outcome == EXACT and "goes on from a cache" not in str(refusal):
             raise WrongError(f"save takes what warm refuses: {refusal}") from refusal
         return replace(record, notes=(*record.notes, f"warm refuses: {refusal}"[:160]))
     torch.manual_seed(0)
     try:
-        ours = _typed("generate", lambda: kv.generate(ids[:, :PROMPT], **_OPTIONS)).logits[0]
+        ours = _typed("generate", lambda: kv.generate(subject.prompt(ids[:, :PROMPT]), **_OPTIONS)).logits[0]
     except RefusedError as refusal:
         raise WrongError(f"generate refused instead of running without the store: {refusal}") from refusal
     error = _relative(ours, plain)
     report = kv.last_report
     reused = 0 if report is None else report.reused_tokens
     if not error <= TOLERANCE:
-        alone = _relative(_continued(subject, ids, reused), plain) if reused else 0.0
+        tokens = min(reused, PREFIX - 1)  # what was reused of an encoder is counted, too
+        alone = _relative(_continued(subject, ids, tokens), plain) if reused else 0.0
         raise WrongError(
             f"generate's first logits are off by {error:.2g} with {reused} tokens reused; the model alone, continuing "
             f"as many, is off by {alone:.2g}"
@@ -404,6 +414,7 @@ def _generate(record: Record, subject: Subject, ids: torch.Tensor, folder: Path)
 def _continued(subject: Subject, ids: torch.Tensor, tokens: int) -> torch.Tensor:
     """The logits behind the prompt when the model alone computes its first ``tokens`` tokens in a pass of their own."""
     cache = DynamicCache(config=compat.text_config(subject.model))
+    cache = compat.paired(cache) if subject.encoder else cache
     subject.forward(ids[:, :tokens], cache)
     return _logits(subject.forward(ids[:, tokens:PROMPT], cache, tokens))[:, -1]
 

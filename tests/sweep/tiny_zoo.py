@@ -318,3 +318,5 @@ def _tame_generation(model: PreTrainedModel) -> None:
     for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"):
         if getattr(generation, name, None) is not None:
             setattr(generation, name, None)
+    if model.config.is_encoder_decoder and generation.decoder_start_token_id is None:
+        generation.decoder_start_token_id = 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers import cache_utils as _cache_utils
+
+from kvkeep.compat.quantized import QUANTIZED_CACHES
 
 
 def _layers(*names: str) -> tuple[Any, ...]:
@@ -36,14 +39,14 @@ HYBRID_LAYERS: dict[type, type] = {
 }
 
 
-def dynamic_cache(config: Any) -> DynamicCache:
+def dynamic_cache(config: Any, *, offloading: bool = False) -> DynamicCache:
     """An empty cache as ``generate`` would prepare it."""
-    return DynamicCache(config=config)
+    return DynamicCache(config=config, offloading=offloading)
 
 
-def static_cache(config: Any, max_cache_len: int) -> StaticCache:
+def static_cache(config: Any, max_cache_len: int, *, offloading: bool = False) -> StaticCache:
     """An empty static cache with room for ``max_cache_len`` tokens."""
-    return StaticCache(config=config, max_cache_len=max_cache_len)
+    return StaticCache(config=config, max_cache_len=max_cache_len, offloading=offloading)
 
 
 def complete_cache(config: Any) -> DynamicCache:
@@ -60,20 +63,66 @@ def _dynamic_layer() -> Any:
     return make()
 
 
+def is_paired(cache: Any) -> bool:
+    """Whether this is a cache of two: the decoder's own, and what it sees of the encoder."""
+    return isinstance(cache, EncoderDecoderCache)
+
+
+def paired(own: Any) -> EncoderDecoderCache:
+    """An empty cache of two around the decoder's own; cross layers never slide and never grow."""
+    return EncoderDecoderCache(own, DynamicCache())
+
+
+def with_own_part_copied(cache: Any) -> EncoderDecoderCache:
+    """A filled cache of two that may go on by itself: what it sees of the encoder is the same memory."""
+    return EncoderDecoderCache(copy.deepcopy(cache.self_attention_cache), cache.cross_attention_cache)
+
+
+def decoder_part(cache: Any) -> Any:
+    """The cache of the decoder's own tokens: of one without an encoder, the cache itself."""
+    return cache.self_attention_cache if is_paired(cache) else cache
+
+
+def cross_part(cache: Any) -> Any:
+    """The cache of what the decoder sees of the encoder: of one without an encoder, the cache itself."""
+    return cache.cross_attention_cache if is_paired(cache) else cache
+
+
+def first_layers(cache: Any, count: int) -> Any:
+    """A cache of the same layers without those behind the first so many, if they were never filled.
+
+    For a decoder of fewer layers than its encoder ``generate`` makes as many as for that.
+    """
+    surplus = cache.layers[count:]
+    if not surplus or any(getattr(layer, "is_initialized", True) for layer in surplus):
+        return cache
+    short = copy.copy(cache)
+    short.layers = cache.layers[:count]
+    return short
+
+
+def mark_encoded(cache: Any) -> None:
+    """Say that every cross layer is filled: a layer that is not marked so projects the encoder's output once more."""
+    cache.is_updated = dict.fromkeys(range(len(cross_part(cache).layers)), True)
+
+
 def counts_tokens(cache: Any) -> bool:
     """Whether some layer knows how many tokens the cache has seen; a state of linear attention alone does not."""
+    cache = decoder_part(cache)
     return any(hasattr(layer, "get_seq_length") for layer in cache.layers) or not cache.layers
 
 
 def is_used(cache: Any) -> bool:
     """Whether anything was ever put into a cache."""
+    if is_paired(cache):
+        return is_used(decoder_part(cache)) or is_used(cross_part(cache))
     states = (getattr(layer, "has_previous_state", {}) for layer in cache.layers)
     return cached_tokens(cache) > 0 or any(any(seen.values()) for seen in states)
 
 
 def is_offloaded(cache: Any) -> bool:
     """Whether the cache moves its layers between devices by itself."""
-    return bool(getattr(cache, "offloading", False))
+    return any(bool(getattr(part, "offloading", False)) for part in (decoder_part(cache), cross_part(cache)))
 
 
 def lazy_initialization(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -97,21 +146,34 @@ def fill_dynamic(layer: Any, keys: torch.Tensor, values: torch.Tensor, seen: int
 
 
 def extend(cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Append keys and values ([lines, heads, slots, dim]) to an empty layer, as a prefill of so many slots would."""
+    """Append keys and values ([lines, heads, slots, dim]) to an empty layer, as a prefill of so many slots would.
+
+    It is the layer that is asked, not the cache: an offloaded one would begin to move its layers.
+    """
     slots = keys.shape[2]
-    if "cache_kwargs" in inspect.signature(cache.update).parameters:
-        cache.update(keys, values, number, {"cache_position": torch.arange(slots, device=keys.device)})
+    while number >= len(cache.layers):
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[number]
+    if "cache_kwargs" in inspect.signature(layer.update).parameters:
+        layer.update(keys, values, {"cache_position": torch.arange(slots, device=keys.device)})
     else:
-        cache.update(keys, values, number)
+        layer.update(keys, values)
 
 
 def empty_cache(cache: Any) -> None:
     """Make a cache hold nothing, as it was when it was made. 4.57 only zeroes what grows, and keeps its length."""
+    if is_paired(cache):
+        empty_cache(decoder_part(cache))
+        empty_cache(cross_part(cache))
+        cache.is_updated = dict.fromkeys(cache.is_updated, False)
+        return
     cache.reset()
     for layer in cache.layers:
         if isinstance(layer, DYNAMIC_LAYER):
             layer.keys = layer.values = None
             layer.is_initialized = False
+            if hasattr(layer, "_quantized_keys"):
+                vars(layer).update(_quantized_keys=None, _quantized_values=None)
         elif getattr(layer, "is_initialized", False):
             set_static_length(layer, 0)
 
@@ -151,16 +213,22 @@ def seen_tokens(layer: Any) -> int:
 
 def cached_tokens(cache: Any) -> int:
     """How many tokens a cache has seen, as far as its layers count them."""
+    cache = decoder_part(cache)
     return max((seen_tokens(layer) for layer in cache.layers if hasattr(layer, "get_seq_length")), default=0)
 
 
 def is_known_cache(cache: Any) -> bool:
     """Whether this is exactly a cache class whose state is all in its layers; a subclass may hold more."""
+    if type(cache) is EncoderDecoderCache:
+        return is_known_cache(decoder_part(cache)) and is_known_cache(cross_part(cache))
     return type(cache) in _KNOWN_CACHES
 
 
 _KNOWN_CACHES = {
     getattr(_cache_utils, name)
-    for name in ("DynamicCache", "StaticCache", "HybridCache", "SlidingWindowCache", "HybridChunkedCache")
+    for name in (
+        *("DynamicCache", "StaticCache", "HybridCache", "SlidingWindowCache", "HybridChunkedCache"),
+        *("OffloadedCache", "OffloadedStaticCache", "OffloadedHybridCache"),  # old names of offloading ones
+    )
     if hasattr(_cache_utils, name)
-}
+} | QUANTIZED_CACHES

@@ -69,6 +69,7 @@ def run_guarded(
     outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
     model_kwargs = kwargs["model_kwargs"] if "model_kwargs" in kwargs else args[1]
     if not agrees(model_kwargs[GENERATE_CACHE_ARGUMENT]):
+        take_back(model_kwargs)
         model_kwargs["cache_position"] = torch.arange(ids.shape[1], device=ids.device)
         wanted = {f"output_{name}": True for name in ("attentions", "hidden_states") if outputs.get(name) is not None}
         inputs = model.prepare_inputs_for_generation(ids, **model_kwargs) | wanted

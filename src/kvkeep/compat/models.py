@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -13,7 +14,13 @@ from kvkeep.placement import device_of
 
 def text_config(model: torch.nn.Module) -> Any:
     """The configuration of the decoder that owns the cache; a nested one would lose the layer kinds."""
-    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    config: Any = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    named = getattr(config, "attribute_map", {}).get("num_hidden_layers")
+    depth = getattr(config, "num_decoder_layers", None)  # T5 and its kin: the encoder's depth stands for both
+    if depth and named == "num_layers" and depth != config.num_hidden_layers:
+        config = copy.deepcopy(config)
+        config.num_hidden_layers = depth
+    return config
 
 
 def forward_cache_argument(model: torch.nn.Module) -> str:
@@ -21,6 +28,19 @@ def forward_cache_argument(model: torch.nn.Module) -> str:
     parameters = inspect.signature(model.forward).parameters
     names = [name for name in ("cache", "past_key_values") if name in parameters]
     return names[0] if names else GENERATE_CACHE_ARGUMENT  # a wrapper that passes everything on
+
+
+def unplaced_ids(model: Any) -> frozenset[int] | None:
+    """Ids of padding that a model does not count when it places the tokens of one pass, but does count in a cache.
+
+    ``None`` if it counts so, and does not say which they are.
+    """
+    found = [
+        getattr(module, "padding_idx", None)
+        for module in model.modules()
+        if hasattr(module, "create_position_ids_from_inputs_embeds")
+    ]
+    return None if None in found else frozenset(one for one in found if one is not None)
 
 
 def takes(model: torch.nn.Module, argument: str) -> bool:

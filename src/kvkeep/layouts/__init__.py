@@ -13,9 +13,13 @@ from kvkeep.layouts.cachemap import (
     describe_prefilled,
     fill_cache,
     head_buffers,
+    is_plain_cache,
     plan_layers,
+    plans_of,
     whole_buffer,
 )
+from kvkeep.layouts.deferred import put_quantized, quantize, take_quantized
+from kvkeep.layouts.paired import describe_cross, describe_cross_tensors, fill_paired, positions_of
 from kvkeep.layouts.registry import codec_for, register_layer_codec
 
 __all__ = [
@@ -29,12 +33,21 @@ __all__ = [
     "cached_row",
     "codec_for",
     "describe_cache",
+    "describe_cross",
+    "describe_cross_tensors",
     "describe_layers",
     "describe_prefilled",
     "fill_cache",
+    "fill_paired",
     "head_buffers",
+    "is_plain_cache",
     "plan_layers",
+    "plans_of",
+    "positions_of",
+    "put_quantized",
+    "quantize",
     "register_layer_codec",
     "sliding_start",
+    "take_quantized",
     "whole_buffer",
 ]

@@ -68,7 +68,8 @@ def sliding_start(plan: LayerPlan, length: int) -> int:
     return max(0, length - (plan.window - 1)) if plan.kind == "sliding" else 0
 
 
-def _check_rows(record: LayerRecord, first: int, last: int) -> tuple[int, int]:
+def check_rows(record: LayerRecord, first: int, last: int) -> tuple[int, int]:
+    """The positions [first, last), if the record has keys and values of them; a ``ValueError`` if not."""
     if record.kind not in ("full", "sliding") or dict(record.tensors) != {"keys": "rows", "values": "rows"}:
         raise ValueError(f"the entry has a layer of kind {record.kind!r} there")
     if first < record.first or last > record.first + record.rows:
@@ -92,7 +93,7 @@ class DynamicCodec:
         window = getattr(layer, "sliding_window", 0)
         if window and record.scalars.get("window") != window:
             raise ValueError(f"the entry's window is {record.scalars.get('window')}, the layer's {window}")
-        return _check_rows(record, max(0, tokens - (window - 1)) if window else 0, tokens)
+        return check_rows(record, max(0, tokens - (window - 1)) if window else 0, tokens)
 
     def allocate(
         self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
@@ -119,7 +120,7 @@ class StaticCodec:
     def wanted(self, layer: Any, record: LayerRecord, tokens: int) -> tuple[int, int]:
         if tokens > layer.max_cache_len:
             raise ValueError(f"its buffers have room for {layer.max_cache_len} tokens")
-        return _check_rows(record, 0, tokens)
+        return check_rows(record, 0, tokens)
 
     def allocate(
         self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
@@ -152,7 +153,7 @@ class StaticSlidingCodec:
         if size < window and tokens > size:
             raise ValueError(f"its buffers have room for {size} tokens")
         oldest = max(0, tokens - size)  # once the window is full, nothing reads the oldest slot: it may stay empty
-        return _check_rows(record, max(oldest, min(record.first, oldest + (tokens >= window))), tokens)
+        return check_rows(record, max(oldest, min(record.first, oldest + (tokens >= window))), tokens)
 
     def allocate(
         self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty

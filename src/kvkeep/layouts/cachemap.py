@@ -68,6 +68,11 @@ def plan_layers(config: Any) -> tuple[LayerPlan, ...]:
     return tuple(plans)
 
 
+def plans_of(model: Any) -> tuple[LayerPlan, ...]:
+    """The plan of every layer of a model; raises as :func:`plan_layers`."""
+    return plan_layers(compat.text_config(model))
+
+
 def describe_cache(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[LayerState]:
     """Describe every layer of a cache that holds ``length`` tokens of one sequence.
 
@@ -75,8 +80,7 @@ def describe_cache(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[
         UnsupportedCacheError: for a layer class without a codec, naming both.
         CacheMismatchError: for a layer that is not filled as the model would fill it, saying how.
     """
-    if compat.is_offloaded(cache):
-        raise UnsupportedCacheError("the cache moves its layers between devices (offloading); save it without that")
+    compat.wait_for_moves(cache)
     _check_count(len(cache.layers), plans)
     codecs = [codec_for(layer, number) for number, layer in enumerate(cache.layers)]
     states = []
@@ -99,6 +103,7 @@ def batch_pairs(cache: Any, slots: int) -> list[tuple[torch.Tensor, torch.Tensor
         CacheMismatchError: for a layer that has seen another number of slots.
     """
     pairs = []
+    compat.wait_for_moves(cache)
     for number, layer in enumerate(cache.layers):
         plan = codec_for(layer, number).plan(layer)
         if not plan.plain:
@@ -111,6 +116,14 @@ def batch_pairs(cache: Any, slots: int) -> list[tuple[torch.Tensor, torch.Tensor
         held = min(slots, layer.keys.shape[2])
         pairs.append((layer.keys[:, :, :held], layer.values[:, :, :held]))
     return pairs
+
+
+def is_plain_cache(cache: Any) -> bool:
+    """Whether every layer of a cache is attention with keys and values, of a class that is known, and nothing more."""
+    try:
+        return all(codec_for(layer, number).plan(layer).plain for number, layer in enumerate(cache.layers))
+    except (ValueError, UnsupportedCacheError):
+        return False
 
 
 def describe_prefilled(cache: Any, plans: Sequence[LayerPlan], length: int, *, slack: int) -> list[LayerState]:
@@ -190,15 +203,17 @@ def fill_cache(
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
         jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, likes, snapshots))
-    arena = _arena(jobs, devices)
+    places = compat.resting_devices(cache, devices)
+    arena = _arena(jobs, places)
     behind = [job.row() for job in jobs] if next_row else None
     try:
         filled = [
-            _fill(job, tokens, read, devices[job.number], arena, None if behind is None else behind[job.number])
+            _fill(job, tokens, read, places[job.number], arena, None if behind is None else behind[job.number])
             for job in jobs
         ]
         for job, held in zip(jobs, filled, strict=True):
             job.codec.finish(job.layer, held, job.record, tokens)
+        compat.rest(cache, devices)
         return behind
     except BaseException:
         compat.empty_cache(cache)
@@ -210,6 +225,8 @@ def cached_row(cache: Any, position: int, seen: int) -> list[Mapping[str, torch.
 
     ``None`` for a layer that does not hold them: its window has moved on, or it was not filled.
     """
+    cache = compat.decoder_part(cache)
+    compat.wait_for_moves(cache)
     codecs = (codec_for(layer, number) for number, layer in enumerate(cache.layers))
     return [
         codec.row(layer, position, seen) if compat.seen_tokens(layer) == seen else None
@@ -264,14 +281,12 @@ def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | Non
 
 
 def _targets(cache: Any, count: int, room: int) -> list[LayerCodec]:
-    if compat.is_offloaded(cache):
-        raise ValueError("the cache moves its layers between devices")
     replicate = getattr(cache, "layer_class_to_replicate", None)
     while replicate is not None and len(cache.layers) < count:
         cache.layers.append(replicate())
     if len(cache.layers) != count:
         raise ValueError(f"the entry has {count} layers, the cache {len(cache.layers)}")
-    if room:
+    if room and not compat.is_offloaded(cache):  # room stays where it is, and such a cache moves its rows
         cache.layers[:] = [RoomyLayer(room) if type(one) is compat.DYNAMIC_LAYER else one for one in cache.layers]
     try:
         return [codec_for(layer, number) for number, layer in enumerate(cache.layers)]

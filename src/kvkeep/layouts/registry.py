@@ -10,6 +10,7 @@ from kvkeep.layouts.attention import DynamicCodec, StaticCodec, StaticSlidingCod
 from kvkeep.layouts.base import LayerCodec
 from kvkeep.layouts.compressed import CompressedCodec
 from kvkeep.layouts.indexed import INDEXED, SPARSE_M3
+from kvkeep.layouts.quantized import BACKENDS, QuantizedCodec
 from kvkeep.layouts.roomy import RoomyCodec, RoomyLayer
 from kvkeep.layouts.states import HybridCodec, LinearCodec, NothingCodec
 
@@ -24,6 +25,7 @@ _CODECS |= {hybrid: HybridCodec(_CODECS[attention]) for hybrid, attention in com
 _CODECS |= dict.fromkeys(compat.LINEAR_LAYERS, LinearCodec())
 _CODECS |= dict.fromkeys(compat.DUMMY_LAYERS, NothingCodec())
 _CODECS |= dict.fromkeys(compat.INDEXED_LAYERS, INDEXED)
+_CODECS |= {layer: QuantizedCodec(BACKENDS[backend]) for layer, backend in compat.QUANTIZED_LAYERS.items()}
 
 _BY_NAME: dict[tuple[str, str], LayerCodec] = {
     ("deepseek_v4", "DeepseekV4HCACache"): CompressedCodec("compressed_hca"),

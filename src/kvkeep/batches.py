@@ -1,0 +1,90 @@
+"""Filling the cache of a batch: each line from its own entry, all up to one slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvkeep import compat
+from kvkeep.generation import Served
+from kvkeep.inputs import Inputs
+from kvkeep.layouts import is_plain_cache
+from kvkeep.lines import Filled, Line, common_cut, lay_out
+from kvkeep.records import Match
+
+Fill = Callable[[Any, Inputs], Served]
+"""Fills the empty cache of one line."""
+
+
+def fill_batch(
+    cache: Any,
+    lines: Sequence[Line],
+    lookup: Callable[[Inputs], Match],
+    fill: Fill,
+    *,
+    config: Any,
+    copies: int,
+    watched: bool,
+) -> Served:
+    """Fill an empty cache of several lines with what is stored of all of them, up to one slot.
+
+    Args:
+        cache: for each line as many lines as ``copies``.
+        lines: the lines.
+        lookup: says how much of a prompt is stored.
+        fill: fills a cache with that; for the guard, with one token fewer.
+        config: the text configuration.
+        copies: how many sequences come of each line.
+        watched: whether each line's last cached token is to be computed again.
+    """
+    if not is_plain_cache(cache):
+        return _miss(f"layout: a {type(cache).__name__} of these layers is filled one sequence at a time")
+    missed: list[Match] = []
+
+    def reach(inputs: Inputs, tokens: int) -> int:
+        match = lookup(inputs.first(tokens + 1))
+        missed.extend([match] if not match else [])
+        return match.tokens
+
+    slot = max(line.padding + len(line.inputs) for line in lines) - 1  # at least one slot must be left to feed
+    while slot := common_cut(lines, reach, at_most=slot, watched=watched):
+        found: dict[bytes, tuple[Filled, Served]] = {}
+        for line in lines:
+            tokens = slot - line.padding
+            first = line.inputs.ids[: max(tokens, 0)].int64
+            if tokens > 0 and first not in found:
+                own = compat.dynamic_cache(config)
+                served = fill(own, line.inputs.first(tokens + 1))
+                found[first] = Filled(own, served.held), served
+        places = [line.inputs.ids[: max(slot - line.padding, 0)].int64 for line in lines]
+        ends = [line.padding + _end(found[first][1]) for line, first in zip(lines, places, strict=True) if first]
+        if min(ends) < slot:  # some entry was not what its index said
+            slot = min(ends)
+            continue
+        unwatched = [served.row is None for _, served in found.values()]
+        if watched and any(unwatched) and not all(unwatched):
+            return _miss("batch: of some lines one token can be computed again, of others none")
+        held = slot if all(unwatched) else slot - 1
+        lay_out(cache, held, [found[first][0] if first else None for first in places], copies)
+        parts = tuple(
+            replace(served, lines=tuple(_copies(places, first, copies))) for first, (_, served) in found.items()
+        )
+        reason = missed[0].reason if missed else None
+        reused = sum(found[first][0].held for first in places if first)
+        return Served(replace(parts[-1].match, reason=reason), held, held, reused=reused, parts=parts)
+    return Served(missed[0]) if missed else _miss("batch: the lines share no slot to be cut at")
+
+
+def _end(served: Served) -> int:
+    """The tokens that a cache holds, with the one that is watched."""
+    return served.held + (served.row is not None) if served.match else 0
+
+
+def _copies(places: Sequence[bytes], first: bytes, copies: int) -> list[int]:
+    """The lines of the cache that begin in this way."""
+    return [place * copies + copy for place, one in enumerate(places) if one == first for copy in range(copies)]
+
+
+def _miss(reason: str) -> Served:
+    return Served(Match(tokens=0, entry=None, reason=reason))
