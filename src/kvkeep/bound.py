@@ -118,7 +118,8 @@ class BoundStore:
     ) -> Any | None:
         """Rebuild the cache of the longest stored prefix of the prompt, for you to pass on.
 
-        Nothing is computed, so the guard has no part in it.
+        Nothing is computed, so the guard has no part in it. A few models (Mamba, Jamba) do not look at the state that a
+        cache holds when they are fed several tokens at once: feed what follows one by one, or use :meth:`generate`.
 
         Args:
             prompt: the whole prompt. The cache covers at most all of its tokens but the last.
@@ -137,9 +138,11 @@ class BoundStore:
             on a miss; ``into`` is empty then.
 
         Raises:
-            InvalidRequestError: for an unknown cache kind, a static cache without enough room, or settings that
-                transformers does not quantize by (its backend may not be installed).
+            InvalidRequestError: for an unknown cache kind, a static cache without enough room, also as ``into``, or
+                settings that transformers does not quantize by (its backend may not be installed).
         """
+        if into is not None and (cache_implementation, max_cache_len, cache_config) != ("dynamic", None, None):
+            raise InvalidRequestError("into= is a cache already: leave out what kind of cache to make")
         inputs = self._read(prompt, tools, documents, chat_template_kwargs)
         if into is None:
             cache = self._empty_cache(cache_implementation, max_cache_len, cache_config, len(inputs))
@@ -147,6 +150,7 @@ class BoundStore:
         elif compat.is_paired(into) != (inputs.encoder is not None):
             raise InvalidRequestError(f"into= is a {type(into).__name__}, which this model does not fill")
         elif compat.is_known_cache(into):
+            _check_room(into, len(inputs))
             cache = compat.emptied(into)
         else:
             raise InvalidRequestError(f"into= takes a DynamicCache or StaticCache, not a {type(into).__name__}")
@@ -488,3 +492,9 @@ class BoundStore:
         self.store.journal.generated(report)
         if self._on_report is not None:
             self._on_report(report)
+
+
+def _check_room(cache: Any, tokens: int) -> None:
+    room = compat.room_of(cache)
+    if room is not None and room < tokens:
+        raise InvalidRequestError(f"into= has room for {room} tokens, and the prompt has {tokens}")

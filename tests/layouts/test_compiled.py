@@ -99,8 +99,27 @@ def test_a_cache_is_filled_in_place_whatever_it_held(tmp_path: Path) -> None:
         assert kv.load(ids, into=cache) is cache
         beside = kv.load(ids)
         assert compat.cached_tokens(cache) == compat.cached_tokens(beside) == LENGTH
+        for layer, other in zip(cache.layers, beside.layers, strict=True):
+            rows = other.keys.shape[2]
+            held = slice(min(layer.keys.shape[2], LENGTH) - rows, min(layer.keys.shape[2], LENGTH))
+            assert torch.equal(layer.keys[:, :, held], other.keys)
+            assert torch.equal(layer.values[:, :, held], other.values)
     used = kv.load(ids)
     assert kv.load(random_ids(9, seed=6), into=used) is None
     assert compat.cached_tokens(used) == 0
     with pytest.raises(InvalidRequestError, match="into= takes a DynamicCache or StaticCache, not a tuple"):
         kv.load(ids, into=())
+
+
+def test_a_cache_to_be_filled_has_room_and_is_of_a_kind(tmp_path: Path) -> None:
+    model = build_tiny("llama")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(LENGTH + 1)
+    kv.warm(ids[:, :LENGTH])
+    small = kv.load(ids[:, :9], cache_implementation="static", max_cache_len=20)
+    with pytest.raises(InvalidRequestError, match=f"into= has room for 20 tokens, and the prompt has {LENGTH + 1}"):
+        kv.load(ids, into=small)
+    assert compat.cached_tokens(small) == 8
+    for options in ({"cache_implementation": "static"}, {"max_cache_len": 90}, {"cache_config": {}}):
+        with pytest.raises(InvalidRequestError, match="into= is a cache already"):
+            kv.load(ids, into=kv.load(ids), **options)

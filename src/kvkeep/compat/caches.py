@@ -184,6 +184,13 @@ def emptied(cache: Any) -> Any:
     return cache
 
 
+def room_of(cache: Any) -> int | None:
+    """How many tokens a cache holds at most, ``None`` if it grows; layers that slide hold any number."""
+    layers = [layer for layer in decoder_part(cache).layers if isinstance(layer, STATIC_LAYER)]
+    rooms = [int(layer.max_cache_len) for layer in layers if not isinstance(layer, STATIC_SLIDING_LAYERS)]
+    return min(rooms, default=None)
+
+
 def set_static_length(layer: Any, seen: int) -> None:
     """Set the counters of a static layer whose buffers already hold the rows of ``seen`` tokens.
 

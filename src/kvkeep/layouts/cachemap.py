@@ -61,9 +61,13 @@ def plan_layers(config: Any) -> tuple[LayerPlan, ...]:
     for number, layer in enumerate(layers):
         try:
             plans.append(codec_for(layer, number).plan(layer))
-        except (ValueError, UnsupportedCacheError):
+        except UnsupportedCacheError:
             raise UnsupportedCacheError(
                 f"layer {number} of this model keeps its state in a {type(layer).__name__}, which kvkeep cannot"
+            ) from None
+        except ValueError as error:
+            raise UnsupportedCacheError(
+                f"layer {number} of this model keeps its state in a {type(layer).__name__}: {error}"
             ) from None
     return tuple(plans)
 
