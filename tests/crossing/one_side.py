@@ -20,6 +20,7 @@ import transformers
 from kvkeep import CacheStore
 
 STORED, PROMPT, VOCABULARY = 40, 44, 320
+START = 1
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
 
 _SIZE: dict[str, Any] = {
@@ -44,7 +45,14 @@ _EXPERTS = {
 }
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_HALF = {"layers": 3, "attention_heads": 4, "ffn_dim": 96}
 _LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+_HALVES = {
+    "d_model": 64,
+    "max_target_positions": 128,
+    **{f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in _HALF.items()},
+}
 
 # name: (start of the configuration's class, what its configuration has beside the sizes)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +89,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 1, 0]}),
     "stablelm": ("StableLm", {"partial_rotary_factor": 0.5}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "bart": ("Bart", {**_HALVES, "init_std": 0.3}),
+    "t5": ("T5", {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 4, "num_heads": 4}),
+    "whisper": ("Whisper", {**_HALVES, "init_std": 0.3, "num_mel_bins": 8, "max_source_positions": 50}),
     # not the same in both
     "deepseek_v3": (
         "DeepseekV3",
@@ -98,6 +109,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss, another limit": ("GptOss", {**_WINDOW, **_LOCAL_EXPERTS, "swiglu_limit": 1.0}),
 }
 _TEXT_CONFIG = {"Gemma3"}
+PAIRED = {"bart": 12, "t5": 12, "whisper": 50}
+"""Models with an encoder, and the positions of its output for what it is fed here."""
 _OPTIONS = {
     "max_new_tokens": 1,
     "do_sample": False,
@@ -111,7 +124,8 @@ def configured(name: str, **more: Any) -> Any:
     kind, own = MODELS[name]
     settings = {key: value for key, value in own.items() if key != "attn_implementation"}
     config_class = getattr(transformers, f"{kind}{'Text' if kind in _TEXT_CONFIG else ''}Config")
-    return config_class(**{**_SIZE, **settings, **more})
+    sizes = {key: value for key, value in _SIZE.items() if name not in PAIRED or key.endswith(("_size", "_id"))}
+    return config_class(**{**sizes, **settings, **more})
 
 
 def build(folder: Path) -> None:
@@ -121,7 +135,11 @@ def build(folder: Path) -> None:
     build_toy_tokenizer().save_pretrained(folder / "tokenizer")
     for number, name in enumerate(MODELS):
         torch.manual_seed(number)
-        model = transformers.AutoModelForCausalLM.from_config(configured(name))
+        model = auto(name).from_config(configured(name))
+        if name in PAIRED:
+            with torch.no_grad():  # what is made small
+                for parameter in model.parameters():
+                    parameter.normal_(std=0.3) if parameter.dim() > 1 else None
         model.save_pretrained(folder / name)
         path = folder / name / "config.json"
         config = json.loads(path.read_text())
@@ -148,7 +166,16 @@ def _as_the_newer_says(config: dict[str, Any]) -> dict[str, Any]:
 def load(folder: Path, name: str) -> Any:
     own = MODELS[name][1]
     attention = {key: own[key] for key in ("attn_implementation",) if key in own}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32, **attention).eval()
+    model = auto(name).from_pretrained(folder / name, dtype=torch.float32, **attention).eval()
+    model.generation_config.decoder_start_token_id = START
+    return model
+
+
+def auto(name: str) -> Any:
+    """The class that builds one of the models."""
+    if name == "whisper":
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM if name in PAIRED else transformers.AutoModelForCausalLM
 
 
 def bound(folder: Path, name: str, model: Any, written_by: str) -> Any:
@@ -166,26 +193,38 @@ def ids(name: str) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (1, PROMPT), generator=generator)
 
 
+def prompt_of(name: str, tokens: int) -> dict[str, torch.Tensor]:
+    """The first tokens of a prompt, as the model takes it."""
+    prompt = ids(name)[:, :tokens]
+    if name not in PAIRED:
+        return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    prompt[:, 0] = START
+    if name == "whisper":
+        sound = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(1))
+        return {"input_features": sound, "decoder_input_ids": prompt}
+    heard = ids("what is heard")[:, : PAIRED[name]]
+    return {"input_ids": heard, "attention_mask": torch.ones_like(heard), "decoder_input_ids": prompt}
+
+
 def write(folder: Path, name: str, model: Any) -> dict[str, Any]:
     kv = bound(folder, name, model, transformers.__version__)
-    entry = kv.warm(ids(name)[:, :STORED])
-    return {"identity": asdict(kv.identity()), "tokens": entry.tokens, "parameters": len(list(model.parameters()))}
+    entry = kv.warm(prompt_of(name, STORED))
+    return {"identity": asdict(kv.identity()), "tokens": entry.end, "parameters": len(list(model.parameters()))}
 
 
 def read(folder: Path, name: str, model: Any, written_by: str) -> dict[str, Any]:
     kv = bound(folder, name, model, written_by)
-    prompt = ids(name)
-    mask = torch.ones_like(prompt)
-    plain = model.generate(prompt, attention_mask=mask, **_OPTIONS).logits[0]
+    prompt, heard = prompt_of(name, PROMPT), PAIRED.get(name, 0)
+    plain = model.generate(**prompt, **_OPTIONS).logits[0]
     match = kv.lookup(prompt)
-    ours = kv.generate(prompt, attention_mask=mask, **_OPTIONS).logits[0]
+    ours = kv.generate(prompt, **_OPTIONS).logits[0]
     report = kv.last_report
     root = kv.store.path
     return {
         "identity": asdict(kv.identity()),
-        "tokens": match.tokens,
+        "tokens": match.tokens - heard,
         "reason": match.reason,
-        "reused": report.reused_tokens,
+        "reused": report.reused_tokens - heard,
         "report": report.reason,
         "off": ((ours - plain).abs().max() / plain.abs().max()).item(),
         "guard": kv.guard,

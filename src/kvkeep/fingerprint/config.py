@@ -44,6 +44,7 @@ _OUTPUTS = {
     *(
         "num_logits_to_keep",
         "reference_compile",
+        "scale_decoder_outputs",
         "use_cache",
         "verbose",
         "torchscript",
@@ -111,7 +112,9 @@ def text_config(model: nn.Module) -> Any:
             f"{type(model).__qualname__} has no transformers configuration in its attribute 'config', and without one "
             "nothing says how its tensors are used; give bind() the transformers model itself"
         )
-    return config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    # Of a flat one for encoder and decoder versions make a copy with other names, each in its own way.
+    return text if any(value is text for value in vars(config).values()) else config
 
 
 def config_fields(model: nn.Module, *, keep_rope: bool = False) -> dict[str, Any]:
