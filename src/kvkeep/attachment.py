@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary
 
 from kvkeep import compat
 from kvkeep.forks import renew_after_fork
-from kvkeep.generation import Call, Source
+from kvkeep.generation import Call
+from kvkeep.served import Source
 
 
 class _Shadow:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvkeep import compat
-from kvkeep.generation import Served
 from kvkeep.inputs import Inputs
 from kvkeep.layouts import is_plain_cache
 from kvkeep.lines import Filled, Line, common_cut, lay_out
 from kvkeep.records import Match
+from kvkeep.served import Served, miss
 
 Fill = Callable[[Any, Inputs], Served]
 """Fills the empty cache of one line."""
@@ -39,7 +39,7 @@ def fill_batch(
         watched: whether each line's last cached token is to be computed again.
     """
     if not is_plain_cache(cache):
-        return _miss(f"layout: a {type(cache).__name__} of these layers is filled one sequence at a time")
+        return Served(miss(f"layout: a {type(cache).__name__} of these layers is filled one sequence at a time"))
     missed: list[Match] = []
 
     def reach(inputs: Inputs, tokens: int) -> int:
@@ -64,7 +64,7 @@ def fill_batch(
             continue
         unwatched = [served.row is None for _, served in found.values()]
         if watched and any(unwatched) and not all(unwatched):
-            return _miss("batch: of some lines one token can be computed again, of others none")
+            return Served(miss("batch: of some lines one token can be computed again, of others none"))
         held = slot if all(unwatched) else slot - 1
         lay_out(cache, held, [found[first][0] if first else None for first in places], copies)
         parts = tuple(
@@ -73,7 +73,7 @@ def fill_batch(
         reason = missed[0].reason if missed else None
         reused = sum(found[first][0].held for first in places if first)
         return Served(replace(parts[-1].match, reason=reason), held, held, reused=reused, parts=parts)
-    return Served(missed[0]) if missed else _miss("batch: the lines share no slot to be cut at")
+    return Served(missed[0]) if missed else Served(miss("batch: the lines share no slot to be cut at"))
 
 
 def _end(served: Served) -> int:
@@ -84,7 +84,3 @@ def _end(served: Served) -> int:
 def _copies(places: Sequence[bytes], first: bytes, copies: int) -> list[int]:
     """The lines of the cache that begin in this way."""
     return [place * copies + copy for place, one in enumerate(places) if one == first for copy in range(copies)]
-
-
-def _miss(reason: str) -> Served:
-    return Served(Match(tokens=0, entry=None, reason=reason))

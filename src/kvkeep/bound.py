@@ -14,13 +14,13 @@ from kvkeep.attachment import attachment_of
 from kvkeep.chat import stable_prefix
 from kvkeep.drafting import describe_encoder
 from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.generation import refuse
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device, read_inputs, read_paired
 from kvkeep.keys import TokenIds, common_prefix
 from kvkeep.layouts import plans_of
 from kvkeep.legacy import to_pairs, tokens_for_pairs
 from kvkeep.lines import batch_lines
+from kvkeep.obstacles import refuse
 from kvkeep.prefixes import uncut
 from kvkeep.prompts import Prompt, is_batch, is_messages, is_padded, read_encoder_prompt, read_ids, read_prompt
 from kvkeep.records import Entry, GenerateReport, Identity, Match

@@ -1,6 +1,6 @@
-"""The rules of the hand-over: which calls of ``generate`` a stored prefix may serve, and what one call comes to.
+"""One call of ``generate`` with a store: what its cache is filled with, and what came of it.
 
-Whatever is not proven to be right steps aside, with a reason. How a call is reached from outside is ``attachment``'s.
+Which calls are served is ``obstacles``', how a call is reached from outside ``attachment``'s.
 """
 
 from __future__ import annotations
@@ -9,84 +9,23 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError, UnsupportedRequestError
-from kvkeep.guard import StoredRow, compare, prove
-from kvkeep.inputs import Inputs, read_inputs, read_paired, unknown_inputs
+from kvkeep.guard import compare, prove
+from kvkeep.inputs import Inputs, read_inputs, read_paired
 from kvkeep.layouts import put_quantized, take_quantized
 from kvkeep.lines import Line, read_lines
-from kvkeep.placement import shard_of
+from kvkeep.obstacles import obstacle, paired_obstacle
 from kvkeep.prefill import feed_slots
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
-from kvkeep.storage.verified import FileIdentity
+from kvkeep.served import Served, Source, miss
 
-_PROVEN_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-_UNPROVEN_ARGUMENTS = ("custom_generate", "assistant_model", "negative_prompt_ids", "prompt_lookup_num_tokens")
 _CACHE_GIVEN = "cache_given: the call brings a cache of its own"
-_UNPROVEN_SETTINGS = ("token_healing",) if compat.CHUNKS else ("prefill_chunk_size", "token_healing")
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What a cache was filled with.
-
-    Attributes:
-        match: what was found.
-        held: how many tokens it was filled with; one fewer than matched where the guard will watch.
-        cached: how many it holds now: what cannot be fed at once was fed already.
-        row: the stored rows of the token behind them, for the guard; ``None`` where nothing can be compared.
-        file: which file they come from.
-        snapshots: whether state is among it that is valid behind one token only.
-        reused: how many of the prompt's tokens these are, over all its lines.
-        lines: which lines of the cache ``row`` belongs to; ``None`` for all.
-        parts: of a batch what each of its lines was filled with, those once that begin in the same way.
-        positions: how many positions of an encoder it was filled with.
-        encoder: what stands in for the encoder's output then; ``None`` where the decoder needs it all the same.
-    """
-
-    match: Match
-    held: int = 0
-    cached: int = 0
-    row: StoredRow | None = None
-    file: FileIdentity | None = None
-    snapshots: bool = False
-    reused: int = 0
-    lines: tuple[int, ...] | None = None
-    parts: tuple[Served, ...] = ()
-    positions: int = 0
-    encoder: Any = None
-
-    @property
-    def watched(self) -> list[Served]:
-        """What of it is compared with what the model computes."""
-        return [part for part in self.parts or (self,) if part.row is not None]
-
-
-class Source(Protocol):
-    """Where the KV of a prompt comes from: ``serving``."""
-
-    guard: bool
-    """Whether calls are guarded that do not say so themselves."""
-
-    def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0) -> Served:
-        """Fill an empty cache with as much as is stored of a prompt that so many new tokens are going to follow."""
-
-    def fill_lines(self, cache: Any, lines: Sequence[Line], *, copies: int, guard: bool) -> Served:
-        """Fill an empty cache of several lines, each with padding before it, and each so many times."""
-
-    def arguments(self, inputs: Inputs, *, guard: bool) -> tuple[dict[str, Any], Served]:
-        """The same as arguments for ``generate``: a filled cache, and what keeps the config from contradicting it."""
-
-    def refuted(self, served: Served, why: str) -> Match:
-        """Take back what was served, because the model itself computes otherwise."""
-
-    def reported(self, report: GenerateReport) -> None:
-        """Take note of what one call reused."""
 
 
 @dataclass(slots=True)
@@ -223,11 +162,11 @@ class Call:
         if reason is None and compat.is_quantized(cache) and getattr(generation_config, "prefill_chunk_size", None):
             reason = "mode: prefill_chunk_size with a quantized cache is not served yet"
         if reason is not None or self.ids is None:
-            self.finish(_miss(reason), 0)
+            self.finish(miss(reason), 0)
             return
         mask = model_kwargs.get("attention_mask")
         if not compat.cuts_ids(generation_config, mask, self.slots):
-            self.finish(_miss("mask: generate would feed again what is cached: give a mask as long as the prompt"), 0)
+            self.finish(miss("mask: generate would feed again what is cached: give a mask as long as the prompt"), 0)
             return
         extras = compat.generation_inputs(model_kwargs)
         self.quantized = take_quantized(cache)
@@ -238,7 +177,7 @@ class Call:
                 return
             inputs = read_inputs(model, lines[0].inputs.ids, extras)
         except (InvalidPromptError, UnsupportedRequestError) as error:
-            self.finish(_miss(f"inputs: {error}"), 0)
+            self.finish(miss(f"inputs: {error}"), 0)
             return
         self.inputs = inputs
         new = max(0, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
@@ -253,7 +192,7 @@ class Call:
         self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool
     ) -> None:
         """The same for a model with an encoder, which runs unless the cache is filled with what it would give."""
-        began, served = time.perf_counter(), Served(_miss(None))
+        began, served = time.perf_counter(), Served(miss(None))
         cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
         inputs, reason = self._paired_inputs(model, generation_config, model_kwargs, mode, given)
         if inputs is not None:
@@ -267,7 +206,7 @@ class Call:
         else:
             self._encode(model_kwargs)
         if inputs is None or not served.match:
-            self.finish(served.match if reason is None else _miss(reason), 0)
+            self.finish(served.match if reason is None else miss(reason), 0)
             return
         if served.held:
             compat.tell_length(generation_config, self.slots)
@@ -312,9 +251,9 @@ class Call:
     ) -> None:
         began, self.tokens = time.perf_counter(), sum(len(line.inputs) for line in lines)
         if extras or compat.media_tokens(model):
-            served = Served(_miss("batch: pictures are served one sequence at a time"))
+            served = Served(miss("batch: pictures are served one sequence at a time"))
         elif self.quantized and any(line.padding for line in lines):
-            served = Served(_miss("batch: padding, which is not stored, decides the scales of a quantized cache"))
+            served = Served(miss("batch: padding, which is not stored, decides the scales of a quantized cache"))
         else:
             served = self.source.fill_lines(cache, lines, copies=self.expansion, guard=self.guard)
         self.served, self.seconds = served, time.perf_counter() - began
@@ -401,7 +340,7 @@ class Call:
     def finished(self) -> GenerateReport:
         """The report; a call that never came to prepare a cache reused nothing."""
         if self.report is None:
-            self.finish(_miss("seam: generate prepared no cache"), 0)
+            self.finish(miss("seam: generate prepared no cache"), 0)
         return self.report  # type: ignore[return-value]
 
     def pass_in(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -424,7 +363,7 @@ class Call:
             reason = "inputs: arguments by position are not looked at here"
         arguments: dict[str, Any] = {}
         inputs: Inputs | None = None
-        served = Served(_miss(reason))
+        served = Served(miss(reason))
         if reason is None and self.ids is not None:
             try:
                 mask = extras.get("attention_mask")
@@ -433,102 +372,10 @@ class Call:
                 inputs = read_inputs(model, read_ids(self.ids), compat.generation_inputs(extras))
                 arguments, served = self.source.arguments(inputs, guard=self.guard)
             except (InvalidPromptError, UnsupportedRequestError) as error:
-                served = Served(_miss(f"inputs: {error}"))
+                served = Served(miss(f"inputs: {error}"))
         self.seconds = time.perf_counter() - began
         self.finish(served.match, served.reused)
         if served.match and compat.names_cache_kind(config):
             arguments["cache_implementation"] = None
         taken = () if inputs is None else (*inputs.values, *inputs.types)
         return {name: value for name, value in kwargs.items() if name not in taken} | arguments
-
-
-def _miss(reason: str | None) -> Match:
-    return Match(tokens=0, entry=None, reason=reason)
-
-
-def refuse(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what no stored prefix can serve, where the caller explicitly asks for one.
-
-    Raises:
-        UnsupportedRequestError: saying what to do instead.
-    """
-    config = arguments.get("generation_config") or getattr(model, "generation_config", None)
-    if arguments.get("use_cache", getattr(config, "use_cache", True)) is False:
-        raise UnsupportedRequestError("use_cache=False throws stored KV away: leave it out, or call model.generate")
-    if model.training:
-        raise UnsupportedRequestError("the model is in training mode (dropout changes KV): call model.eval() first")
-    if arguments.get("inputs_embeds") is not None and not compat.is_encoder_decoder(model):
-        raise UnsupportedRequestError("inputs_embeds have no token ids to look up: pass input_ids instead")
-    for name in ("cache", "past_key_values"):
-        if arguments.get(name) is not None:
-            raise UnsupportedRequestError(
-                f"{name}= and a store exclude each other: keep it with kv.save({name}, input_ids), then leave it out"
-            )
-
-
-def paired_obstacle(model: Any, call: Call, generation_config: Any, mode: Any) -> str | None:
-    """Why this call of an encoder-decoder model must run without the store, or ``None``."""
-    if model.training:
-        return "training: the model is in training mode"
-    if getattr(generation_config, "use_cache", True) is False:
-        return "use_cache: the call runs without a cache"
-    unproven = _unproven(model, call, generation_config, str(getattr(mode, "value", mode)))
-    if unproven is None and getattr(generation_config, "prefill_chunk_size", None):
-        unproven = "prefill_chunk_size of an encoder-decoder model"
-    if unproven is not None:
-        return f"mode: {unproven} is not served yet"
-    if call.ids is None or call.ids.dim() != 2 or call.ids.dtype not in (torch.int64, torch.int32):
-        return "inputs: the prompt is not token ids"
-    if call.ids.shape[0] * call.expansion > 1:
-        return "batch: prompts of an encoder-decoder model are served one sequence at a time"
-    if call.heard is None:
-        return "inputs: encoder_outputs came without what they were computed from: give the encoder's input instead"
-    return None
-
-
-def obstacle(model: Any, call: Call, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
-    """Why this call must run without the store, or ``None``: whatever is not proven to be right steps aside."""
-    if model.training:
-        return "training: the model is in training mode"
-    if getattr(generation_config, "use_cache", True) is False:
-        return "use_cache: the call runs without a cache"
-    unproven = _unproven(model, call, generation_config, str(getattr(mode, "value", mode)))
-    if unproven is not None:
-        return f"mode: {unproven} is not served yet"
-    if unknown := unknown_inputs(model, compat.generation_inputs(model_kwargs)):
-        return f"inputs: {', '.join(unknown)} are not served"
-    if call.ids is None or call.ids.dim() != 2 or call.ids.dtype not in (torch.int64, torch.int32):
-        return "inputs: the prompt is not token ids"
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and (mask.dim() != 2 or mask.shape[-1] != call.ids.shape[1]):
-        return "mask: the attention mask has another shape than the prompt"
-    return _odd_positions(model, call.arguments, model_kwargs, call.slots)
-
-
-def _unproven(model: Any, call: Call, generation_config: Any, mode: str) -> str | None:
-    """The name of what this call asks for that is not proven to be right with a stored prefix."""
-    if shard_of(model) is not None or call.arguments.get("synced_gpus"):
-        return "a group of ranks, which must agree on what they reuse,"
-    if mode not in _PROVEN_MODES:
-        return mode
-    for argument in _UNPROVEN_ARGUMENTS:
-        if call.arguments.get(argument) is not None:
-            return argument
-    return next((setting for setting in _UNPROVEN_SETTINGS if getattr(generation_config, setting, None)), None)
-
-
-def _odd_positions(model: Any, given: Mapping[str, Any], model_kwargs: Mapping[str, Any], slots: int) -> str | None:
-    """Why tokens are not placed as they are counted in each line, or by their pictures."""
-    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-    if compat.media_tokens(model) and given.get("position_ids") is not None:
-        return "positions: position_ids were given to a model that places tokens by their pictures"
-    own = compat.media_tokens(model) and positions is not None and positions.dim() == 3
-    if positions is None or own:  # a model's own for media follow from its inputs
-        return None
-    if positions.dim() != 2 or positions.shape[-1] != slots or (mask is not None and mask.shape != positions.shape):
-        return "positions: position_ids have another shape than the prompt or its attention mask"
-    seen = torch.ones_like(positions) if mask is None else mask.to(positions.device)
-    counted = seen.long().cumsum(-1) - 1
-    if not torch.equal(torch.where(seen != 0, positions, 0), torch.where(seen != 0, counted, 0)):
-        return "positions: position_ids are not 0, 1, 2, ..."
-    return None

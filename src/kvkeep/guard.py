@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvkeep import compat
-from kvkeep.encoded import EncoderInput, item_of
-from kvkeep.inputs import Inputs, input_device
-from kvkeep.keys import TokenIds
+from kvkeep.inputs import Inputs
 from kvkeep.layouts import cached_row
-from kvkeep.prefill import CHUNK, empty_cache, feed, feed_slots, known_ids, passes, with_encoder
+from kvkeep.prefill import CHUNK, feed, passes
 
 StoredRow = Sequence[Mapping[str, torch.Tensor]]
 """What is stored of one token: for each layer its rows by role, each [heads, 1, dim]; nothing for layers without."""
@@ -34,23 +31,6 @@ LIMITS: Mapping[torch.dtype, float] = {
 
 Measured on CPU between chunked prefill and continuation: float32 up to 3e-6 on real models and 2e-5 on models of wide
 random weights, float16 3e-3, bfloat16 2e-2. A changed model or another prompt's rows are far above: 5e-3 and more."""
-
-_PROBE = 8
-"""Tokens of the longer prompt that shows whether a model reads forward alone."""
-
-_PADDING = 3
-"""Slots of padding before the probe that shows how a model places tokens."""
-
-_HEARD = 6
-"""Positions of an encoder that the probe's decoder is given."""
-
-_PLAINLY_OTHER = 1e-3
-"""A difference of logits that no rounding explains; what is not continued as it should differs by 0.1 and more."""
-
-_OTHERWISE = (
-    "computes a prompt otherwise when it is fed in two parts: its tokens see those behind them or are placed by what "
-    "they are, or its state is not all in the cache"
-)
 
 _MATMUL_FORMATS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
 
@@ -159,141 +139,6 @@ def _forwards_restored(model: Any) -> Iterator[None]:
                     del module.forward
                 else:
                     module.forward = forward
-
-
-@dataclass(frozen=True, slots=True)
-class Manner:
-    """How a model goes on from a cache.
-
-    Attributes:
-        objection: why no cache of it can be kept, or ``None``.
-        singly: whether it must be fed one token at a time: several at once would not see what the cache holds.
-        skips: whether its decoder needs nothing of the encoder but what the cache holds.
-    """
-
-    objection: str | None = None
-    singly: bool = False
-    skips: bool = False
-
-
-def manner_of(model: Any) -> Manner:
-    """Ask a model whether it goes on from a cache as from the prompt that the cache was computed from.
-
-    Some models let the tokens of a prompt see each other both ways, some count positions by what is padding, some keep
-    state on their modules, and some do not look at their state when they are fed several tokens. So a short prompt is
-    fed in one pass, and again in parts, with another prompt between them.
-    """
-    unplaced = compat.unplaced_ids(model)
-    if unplaced is None or (unplaced and not compat.is_encoder_decoder(model)):
-        return Manner(_OTHERWISE)
-    if hasattr(compat.text_config(model), "keep_window_size"):  # Doge: what a token sees is chosen among all tokens
-        return Manner(_OTHERWISE)
-    media = frozenset().union(*compat.media_tokens(model).values(), unplaced)
-    known = [one for one in range(min(_PROBE * 4, known_ids(model) or 1)) if one not in media]
-    try:
-        probe = _probe(model, (known * _PROBE)[-_PROBE:])
-        other = _probe(model, (known * _PROBE)[: _PROBE // 2])
-        cache = empty_cache(model, probe)
-        whole = feed(model, cache, probe, 0, _PROBE, logits=True)
-        layers = len(compat.dynamic_cache(compat.text_config(model)).layers)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - somebody else's forward: it raises what it likes
-        return Manner(f"takes no cache of the kind that its configuration asks for ({error})")
-    objection = _oddity(cache, layers, heard=probe.encoder is not None)
-    if objection is not None:
-        return Manner(objection)
-    if whole is None or whole.shape[1] != _PROBE:
-        return Manner("gives no logits of all tokens, by which to ask it whether it goes on from a cache as it should")
-    # A decoder is asked first whether it goes on without its encoder; it is fed several tokens at once in any case.
-    ways = [(_PROBE // 2, False), (1, False)] if probe.encoder is None else [(_PROBE // 2, True), (_PROBE // 2, False)]
-    for step, unheard in ways:
-        if _agrees(model, whole, probe, other, step, unheard=unheard):
-            return Manner(singly=step == 1, skips=unheard)
-    return Manner(_OTHERWISE)
-
-
-def _probe(model: Any, ids: Sequence[int]) -> Inputs:
-    inputs = Inputs(TokenIds.of(ids))
-    return replace(inputs, encoder=_heard(model, ids)) if compat.is_encoder_decoder(model) else inputs
-
-
-def _oddity(cache: Any, layers: int, *, heard: bool) -> str | None:
-    """What is odd about a cache that the model was given to fill."""
-    if not compat.is_used(cache):
-        return "keeps its state in no cache that it is given"
-    kept = len(compat.decoder_part(cache).layers)
-    if kept != layers:
-        return f"keeps {kept} layers in a cache, and its configuration names {layers}"
-    if heard and compat.cached_tokens(compat.cross_part(cache)) != _HEARD:
-        return "does not keep what its decoder sees of the encoder in the cache that it is given"
-    return None
-
-
-def _agrees(model: Any, whole: torch.Tensor, probe: Inputs, other: Inputs, step: int, *, unheard: bool) -> bool:
-    """Whether the logits of a prompt that is fed in parts are those of the whole."""
-    try:
-        parts = _in_parts(model, probe, other, step, unheard=unheard)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - it may still take single tokens
-        return False
-    limit = max(limit_for(model, whole.dtype), _PLAINLY_OTHER)
-    typical = limit > _PLAINLY_OTHER and compat.has_experts(model)  # which coarse rounding may turn elsewhere
-    errors = [row_errors([(part[0][:, None], whole[0, first : first + part.shape[1], None])]) for first, part in parts]
-    return bool(errors) and all(float(one.median() if typical else one.max()) <= limit for one in errors)
-
-
-def _heard(model: Any, known: Sequence[int]) -> EncoderInput | None:
-    """An encoder's part of a prompt, with its output: of an encoder of sounds or pictures, an output alone."""
-    item, name = item_of(b""), compat.encoder_input_name(model, {})
-    ids = torch.tensor([(list(known) * _HEARD)[:_HEARD]], device=model.device)
-    if name == "input_ids":
-        return with_encoder(model, Inputs(TokenIds.of(known), encoder=EncoderInput(item, name, {name: ids}))).encoder
-    noise = torch.randn((1, _HEARD, compat.encoder_width(model)), generator=torch.Generator().manual_seed(len(known)))
-    return EncoderInput(item, output=compat.encoded_as(noise.to(model.device, model.dtype)))
-
-
-def _in_parts(
-    model: Any, probe: Inputs, other: Inputs, step: int, *, unheard: bool = False
-) -> list[tuple[int, torch.Tensor]]:
-    """The logits of half a prompt, and of its other half by steps of so many tokens; each with its first token.
-
-    With ``unheard``, the decoder is not given what the encoder made of its part with the other half.
-    """
-    half = len(probe) // 2
-    cache, between = (empty_cache(model, probe) for _ in range(2))
-    parts = [(0, feed(model, cache, probe, 0, half, logits=True))]
-    feed(model, between, other, 0, len(other))
-    if unheard:
-        probe = probe.encoded(compat.nothing_encoded(model, _HEARD))
-    parts += [
-        (first, feed(model, cache, probe, first, first + step, logits=True)) for first in range(half, len(probe), step)
-    ]
-    return [(first, part) for first, part in parts if part is not None]
-
-
-def places_by_mask(model: Any) -> bool:
-    """Ask a model whether it computes a prompt behind padding as the prompt alone.
-
-    Some place tokens by their slot, padding counted: what they compute of a padded line serves no other.
-    """
-    known = range(max(1, min(_PROBE, known_ids(model) or 1)))
-    ids = torch.tensor([[0] * _PADDING + list(known)], device=input_device(model))
-    mask = (torch.arange(ids.shape[1], device=ids.device) >= _PADDING).long()[None]
-    try:
-        padded = feed_slots(model, compat.complete_cache(compat.text_config(model)), ids, mask, 0, ids.shape[1])
-        inputs = Inputs(TokenIds.of(known))
-        alone = feed(model, empty_cache(model, inputs), inputs, 0, len(known), logits=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - somebody else's forward: it raises what it likes
-        return False
-    if padded is None or alone is None:
-        return False
-    limit = max(limit_for(model, alone.dtype), _PLAINLY_OTHER)
-    errors = row_errors([(padded[0, -1:, None], alone[0, -1:, None])])
-    return float(errors.max()) <= limit
 
 
 def prove(model: Any, cache: Any, inputs: Inputs, stored: StoredRow) -> str | None:

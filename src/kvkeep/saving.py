@@ -12,7 +12,7 @@ from kvkeep import compat
 from kvkeep.drafting import check_kept, describe, describe_encoder, draft_entry, entry_key
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.guard import LIMITS, limit_for, manner_of, objection_to, prove, row_errors, rows_of_layer
+from kvkeep.guard import LIMITS, limit_for, objection_to, prove, row_errors, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs
 from kvkeep.layouts import (
@@ -27,6 +27,7 @@ from kvkeep.layouts import (
     sliding_start,
 )
 from kvkeep.lines import Line
+from kvkeep.manner import manner_of
 from kvkeep.prefill import CHUNK, check_known, feed, prefill, with_encoder
 from kvkeep.prefixes import uncut
 from kvkeep.records import Entry

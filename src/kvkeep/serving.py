@@ -17,15 +17,16 @@ from kvkeep.drafting import differing_fields
 from kvkeep.encoded import EncoderInput
 from kvkeep.entry_format import EntryMeta
 from kvkeep.errors import EntryError, KvkeepError, UnsupportedCacheError, UnsupportedRequestError
-from kvkeep.generation import Served
-from kvkeep.guard import manner_of, places_by_mask, prove
+from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device
 from kvkeep.layouts import Buffers, fill_cache, fill_paired, plans_of, positions_of
 from kvkeep.lines import Line
+from kvkeep.manner import manner_of, places_by_mask
 from kvkeep.matching import can_trim
 from kvkeep.prefill import feed
 from kvkeep.records import GenerateReport, Identity, Match
+from kvkeep.served import Served, miss
 from kvkeep.storage.entries import EntryFile
 from kvkeep.storage.index import Row
 from kvkeep.storage.rows import has_snapshots, trims
@@ -46,7 +47,7 @@ log = logging.getLogger("kvkeep")
 
 
 class Serving:
-    """The :class:`~kvkeep.generation.Source` of one store and one live model.
+    """The :class:`~kvkeep.served.Source` of one store and one live model.
 
     Attributes:
         guard: whether calls that do not say so themselves are guarded.
@@ -80,11 +81,11 @@ class Serving:
         try:
             identity = self._live.current()
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
-            return _miss(f"identity: {error}")
+            return miss(f"identity: {error}")
         total = len(inputs)
         refused = self._refused(total)
         if refused is not None:
-            return _miss(refused)
+            return miss(refused)
         limit, obstacle = _limit(inputs), self._obstacle(total)
         match = self._store.find(identity, inputs.prefix, limit=limit, obstacle=obstacle, form=form)
         match = self._named(match, identity, inputs)
@@ -93,7 +94,7 @@ class Serving:
         try:
             return _with_encoder(match, positions_of(self._store.header(match.entry.key).meta), total)
         except (EntryError, OSError) as error:
-            return _miss(f"damaged: {error}")
+            return miss(f"damaged: {error}")
 
     def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0, form: str = "exact") -> Served:
         """Fill an empty cache with the longest stored prefix of a prompt, at most all but the last token.
@@ -102,7 +103,7 @@ class Serving:
         encoder, its part of the cache is filled, too, even where that is all there is. Where new tokens will
         follow, layers that grow get room for the rest of the prompt and for ``new_tokens`` more, within reason.
         """
-        model, total, served = self._live.model(), len(inputs), Served(_miss(None))
+        model, total, served = self._live.model(), len(inputs), Served(miss(None))
 
         def use(file: EntryFile, tokens: int) -> None:
             nonlocal served
@@ -121,7 +122,7 @@ class Serving:
             else:
                 row = fill_cache(cache, meta, tensors, held, _Layers(file), devices, next_row=watched, room=room)
             positions = positions_of(meta)
-            served = Served(_miss(None), held, held, row, file.identity, has_snapshots(meta), positions=positions)
+            served = Served(miss(None), held, held, row, file.identity, has_snapshots(meta), positions=positions)
             self._compare_attention(meta.recorded.get("attention"))
 
         steps = 0
@@ -129,7 +130,7 @@ class Serving:
             identity = self._live.current()
             refused, obstacle = self._refused(total), self._obstacle(total)
             if refused is not None:
-                return Served(_miss(refused))
+                return Served(miss(refused))
             limit = _limit(inputs)
             match = self._store.serve(identity, inputs.prefix, limit=limit, use=use, obstacle=obstacle, form=form)
             match = self._named(match, identity, inputs)
@@ -137,22 +138,22 @@ class Serving:
             steps = self._steps(served, total) if match and new_tokens else 0
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             compat.empty_cache(cache)
-            return Served(_miss(f"identity: {error}"))
+            return Served(miss(f"identity: {error}"))
         except Exception as error:  # whatever is wrong with a store, the caller's work goes on
             if self._store.on_error == "raise":
                 raise
             log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self._store.path, error)
             compat.empty_cache(cache)
-            return Served(_miss(f"error: {type(error).__name__}: {error}"))
+            return Served(miss(f"error: {type(error).__name__}: {error}"))
         if not match:
             return Served(match)
         if guard and served.row is None and match.tokens == 1 and not served.snapshots and inputs.encoder is None:
             compat.empty_cache(cache)
-            return Served(_miss("guard: a single token is stored, and one must be computed again"))
+            return Served(miss("guard: a single token is stored, and one must be computed again"))
         if steps * _STEP_COST > served.held:
             compat.empty_cache(cache)
             return Served(
-                _miss(f"layout: {type(model).__name__} goes on from a cache one token at a time, {steps} times")
+                miss(f"layout: {type(model).__name__} goes on from a cache one token at a time, {steps} times")
             )
         for at in range(served.held, served.held + steps):
             feed(model, cache, inputs, at, at + 1)
@@ -179,11 +180,11 @@ class Serving:
         try:
             plain = all(plan.plain for plan in self._live.asked(plans_of))
         except UnsupportedCacheError as error:
-            return Served(_miss(f"layout: {error}"))
+            return Served(miss(f"layout: {error}"))
         if self._live.length_rule() is not None or not plain:
-            return Served(_miss("batch: this model's layout is served one sequence at a time"))
+            return Served(miss("batch: this model's layout is served one sequence at a time"))
         if any(line.padding for line in lines) and not self._live.asked(places_by_mask):
-            return Served(_miss(f"batch: {type(model).__name__} places tokens by their slot, padding counted"))
+            return Served(miss(f"batch: {type(model).__name__} places tokens by their slot, padding counted"))
         try:
             return fill_batch(
                 cache,
@@ -199,7 +200,7 @@ class Serving:
                 raise
             log.warning("kvkeep: a batch could not be filled (%s); the prompts are computed instead", error)
             compat.empty_cache(cache)
-            return Served(_miss(f"error: {type(error).__name__}: {error}"))
+            return Served(miss(f"error: {type(error).__name__}: {error}"))
 
     def _steps(self, served: Served, total: int) -> int:
         """How many tokens of the prompt must be fed one by one before ``generate`` feeds the last."""
@@ -283,7 +284,7 @@ class Serving:
         if not served.match:
             return whole, served
         if not compat.counts_tokens(cache) or self._steps(served, len(inputs)):
-            return whole, Served(_miss("layout: generate would feed what a given cache of this kind holds once more"))
+            return whole, Served(miss("layout: generate would feed what a given cache of this kind holds once more"))
         others: dict[str, Any] | None = {}
         if compat.media_tokens(model):
             others = compat.continued_inputs(
@@ -294,7 +295,7 @@ class Serving:
                 types=inputs.types,
             )
         if others is None:
-            return whole, Served(_miss("inputs: this transformers takes no media behind a cache that it is given"))
+            return whole, Served(miss("inputs: this transformers takes no media behind a cache that it is given"))
         return {compat.GENERATE_CACHE_ARGUMENT: cache, **_kind_of(model), **others}, served
 
     def _paired_arguments(
@@ -321,13 +322,13 @@ class Serving:
         try:
             if entry is None or self._live.refresh() != entry.identity:
                 log.warning("kvkeep: the model was changed unseen (%s); it has been hashed again", why)
-                return _miss(f"guard: {why}; the model was changed after it was checked, or in a way that no check saw")
+                return miss(f"guard: {why}; the model was changed after it was checked, or in a way that no check saw")
             self._store.refute(entry.key, f"guard: {why}", served.file)
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
-            return _miss(f"identity: {error}")
+            return miss(f"identity: {error}")
         except (KvkeepError, OSError) as error:  # the caller's work goes on
             log.warning("kvkeep: a wrong entry (%s) could not be set aside: %s", why, error)
-        return _miss(f"guard: {why}; the entry is set aside")
+        return miss(f"guard: {why}; the entry is set aside")
 
 
 class _Layers:
@@ -342,10 +343,6 @@ class _Layers:
 
     def snapshots(self, layer: int, targets: Mapping[str, memoryview]) -> None:
         self._file.read_snapshots(self._stem, layer, targets)
-
-
-def _miss(reason: str | None) -> Match:
-    return Match(tokens=0, entry=None, reason=reason)
 
 
 def _limit(inputs: Inputs) -> int:
