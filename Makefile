@@ -3,7 +3,7 @@
 SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo bench test test-all supported lint clean models system
+.PHONY: help setup demo bench test test-all coverage supported lint clean models system
 
 PYTHON ?= python3
 ENV := .venv
@@ -13,6 +13,10 @@ FETCH := tools/fetch_models.py
 
 # Without root, the tests that need it are left out, and said so.
 NOT_ROOT := $(if $(filter 0,$(shell id -u)),, and not root)
+
+# Tests of one file run in one process: they share models.
+JOBS ?= 2
+PARALLEL := --numprocesses $(JOBS) --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -32,14 +36,17 @@ bench: $(ENV)/.ready ## Measures kvkeep beside the machine's own speed
 	@$(BIN)/kvkeep bench
 
 test: setup lint models system ## Runs the checks and the tests, with both versions of transformers
-	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" --cov
-	$(OLD)/bin/python -m pytest -m "not slow$(NOT_ROOT)"
+	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL)
+	$(OLD)/bin/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL)
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")
 
 test-all: setup models system ## Runs the slow tests, with both versions of transformers
 	$(call slow_tests,$(BIN)/python)
 	$(call slow_tests,$(OLD)/bin/python)
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")
+
+coverage: setup models system ## Says which lines the tests do not run
+	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" --cov
 
 supported: setup ## Checks every model type with both versions of transformers, and writes SUPPORTED.md
 	$(BIN)/python tests/sweep/conform.py --write --json $(ENV)/sweep.json
@@ -67,7 +74,7 @@ system:
 
 # pytest ends with 5 when no test is selected.
 define slow_tests
-$(1) -m pytest -m "slow$(NOT_ROOT)" || { status=$$?; [ $$status = 5 ] && echo "No slow test yet." || exit $$status; }
+$(1) -m pytest -m "slow$(NOT_ROOT)" $(PARALLEL) || { status=$$?; [ $$status = 5 ] && echo "No slow test yet." || exit $$status; }
 endef
 
 # torch first, alone: what depends on it then finds it there and cannot pull in another build. mistral-common asks for an

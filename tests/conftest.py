@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch and transformers load when a test first needs them
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not take the core of those that work
 
 
@@ -51,17 +51,24 @@ def _seeds() -> None:
 
 # --- figures ---
 
-_FIGURES = pytest.StashKey[list[str]]()
+_figures: list[str] = []
 
 
 @pytest.fixture
-def figures(request: pytest.FixtureRequest) -> list[str]:
+def figures(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """Lines that the run prints at its end: what was measured, for whoever reads the log."""
-    return request.config.stash.setdefault(_FIGURES, [])
+    lines: list[str] = []
+    yield lines
+    request.node.user_properties += [("figure", line) for line in lines]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if lines := config.stash.get(_FIGURES, []):
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":  # with several processes this is the one that prints
+        _figures.extend(str(value) for name, value in report.user_properties if name == "figure")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if lines := _figures:
         terminalreporter.section("measured in this run")
         for line in lines:
             terminalreporter.write_line(line)
