@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -186,11 +186,9 @@ def _token_types(name: str, value: Any, tokens: int) -> torch.Tensor:
 
 def _runs(ids: TokenIds, placeholders: frozenset[int]) -> Iterator[tuple[int, int]]:
     """The stretches of placeholders, [start, end)."""
-    at = 0
-    for held, group in groupby(ids.tolist(), placeholders.__contains__):
-        begin, at = at, at + sum(1 for _ in group)
-        if held:
-            yield begin, at
+    inside = np.isin(np.frombuffer(ids.int32, dtype="<i4"), list(placeholders))
+    edges = np.flatnonzero(np.diff(inside, prepend=False, append=False)).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
 
 
 def _items(

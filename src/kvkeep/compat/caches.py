@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers import cache_utils as _cache_utils
 
 from kvkeep.compat.quantized import QUANTIZED_CACHES
+from kvkeep.compat.versions import parameters_of
 
 
 def _layers(*names: str) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def is_offloaded(cache: Any) -> bool:
 
 def lazy_initialization(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Allocate a static layer's buffers for sequences shaped like ``keys`` and ``values`` ([1, heads, 0, dim])."""
-    parameters = inspect.signature(layer.lazy_initialization).parameters
+    parameters = parameters_of(layer.lazy_initialization)
     if "value_states" in parameters or "args" in parameters:  # hybrid layers take whatever either of their parts does
         layer.lazy_initialization(keys, values)
     else:
@@ -154,7 +154,7 @@ def extend(cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor) ->
     while number >= len(cache.layers):
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[number]
-    if "cache_kwargs" in inspect.signature(layer.update).parameters:
+    if "cache_kwargs" in parameters_of(layer.update):
         layer.update(keys, values, {"cache_position": torch.arange(slots, device=keys.device)})
     else:
         layer.update(keys, values)

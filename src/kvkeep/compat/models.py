@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
 
-from kvkeep.compat.versions import GENERATE_CACHE_ARGUMENT
+from kvkeep.compat.versions import GENERATE_CACHE_ARGUMENT, parameters_of
 from kvkeep.placement import device_of
 
 
@@ -25,7 +24,7 @@ def text_config(model: torch.nn.Module) -> Any:
 
 def forward_cache_argument(model: torch.nn.Module) -> str:
     """The name under which this model's forward takes a cache (remote code may still use the old one)."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = parameters_of(model.forward)
     names = [name for name in ("cache", "past_key_values") if name in parameters]
     return names[0] if names else GENERATE_CACHE_ARGUMENT  # a wrapper that passes everything on
 
@@ -45,7 +44,7 @@ def unplaced_ids(model: Any) -> frozenset[int] | None:
 
 def takes(model: torch.nn.Module, argument: str) -> bool:
     """Whether the model's forward has a parameter of this name."""
-    return argument in inspect.signature(model.forward).parameters
+    return argument in parameters_of(model.forward)
 
 
 def attention_implementation(model: Any) -> str:
