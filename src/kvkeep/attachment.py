@@ -120,6 +120,8 @@ class Attachment:
                     wraps[compat.INPUTS_STEP] = self._inputs
                     if compat.ENCODE_STEP is not None:
                         wraps[compat.ENCODE_STEP] = self._encode
+                elif compat.DRAFTS_WHOLE:
+                    wraps[compat.INPUTS_STEP] = self._draft
             for name, wrap in wraps.items():
                 original = getattr(model, name)
                 shadow = _Shadow(model, name, original, wrap(model, original))
@@ -226,6 +228,13 @@ class Attachment:
             return model_kwargs
 
         return hear
+
+    def _draft(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def draft(ids: Any, **kwargs: Any) -> Any:
+            call = self._call
+            return original(ids, **(kwargs if call is None or not call.drafts else call.cut_draft(ids, kwargs)))
+
+        return draft
 
     def _inputs(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def inputs(ids: Any, **kwargs: Any) -> Any:

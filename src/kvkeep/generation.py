@@ -19,7 +19,7 @@ from kvkeep.guard import compare, prove
 from kvkeep.inputs import Inputs, read_inputs, read_paired
 from kvkeep.layouts import put_quantized, take_quantized
 from kvkeep.lines import Line, read_lines
-from kvkeep.obstacles import obstacle, paired_obstacle
+from kvkeep.obstacles import is_assisted, obstacle, paired_obstacle
 from kvkeep.prefill import feed_slots
 from kvkeep.prompts import read_ids
 from kvkeep.records import GenerateReport, Match
@@ -46,6 +46,7 @@ class Call:
         positions: positions of its output, over all lines.
         untold: whether the cache holds tokens that the model has not been told of, which prepares its inputs itself.
         uncounted: tokens in a cache that does not count them, which ``generate`` would feed again.
+        drafts: whether tokens are drafted and checked: the first pass of that must be told what the cache holds.
         taken: whether ``generate`` has begun.
         report: what came of it.
         served: what the cache was filled with.
@@ -65,6 +66,7 @@ class Call:
     positions: int = 0
     untold: bool = False
     uncounted: int = 0
+    drafts: bool = False
     taken: bool = False
     report: GenerateReport | None = None
     served: Served | None = None
@@ -105,6 +107,12 @@ class Call:
         if "input_ids" in kwargs:
             return args, {**kwargs, "input_ids": kwargs["input_ids"][:, held:]}
         return (args[0][:, held:], *args[1:]), kwargs
+
+    def cut_draft(self, ids: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by which the first inputs of assisted decoding are prepared, without what the cache holds."""
+        self.drafts = False
+        held = compat.cached_tokens(arguments[compat.GENERATE_CACHE_ARGUMENT])
+        return {**arguments, "next_sequence_length": ids.shape[1] - held} if held else arguments
 
     def take_back(self, model_kwargs: dict[str, Any]) -> None:
         """Give the model inputs all the media again, or the encoder's output, for a cache that has been emptied."""
@@ -181,11 +189,20 @@ class Call:
             return
         self.inputs = inputs
         new = max(0, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
-        served = self.served = self.source.fill(cache, inputs, guard=self.guard, new_tokens=new)
+        self.drafts = is_assisted(mode)
+        served = self.served = self.source.fill(
+            cache,
+            inputs,
+            guard=self.guard,
+            new_tokens=0 if self.drafts else new,  # drafts are cropped: no room
+        )
         self.seconds = time.perf_counter() - began
-        if served.row is None:
+        if self.drafts and served.snapshots:
+            compat.empty_cache(cache)
+            self.finish(miss("mode: assisted_generation with state that cannot be cut is not served yet"), 0)
+        elif served.row is None:
             self.finish(served.match, served.reused)
-        elif not self._is_kept(cache, served.held):
+        elif self.drafts or not self._is_kept(cache, served.held):
             self._settle(cache, prove(model, cache, inputs, served.row), served)
 
     def _fill_paired(

@@ -12,9 +12,15 @@ from kvkeep.errors import UnsupportedRequestError
 from kvkeep.inputs import unknown_inputs
 from kvkeep.placement import shard_of
 
-_PROVEN_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-_UNPROVEN_ARGUMENTS = ("custom_generate", "assistant_model", "negative_prompt_ids", "prompt_lookup_num_tokens")
-_UNPROVEN_SETTINGS = ("token_healing",) if compat.CHUNKS else ("prefill_chunk_size", "token_healing")
+_ASSISTED = "assisted_generation"
+_PROVEN_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
+_UNPROVEN_ARGUMENTS = ("custom_generate", "assistant_tokenizer")
+# An assistant's own calls go on from a cache of its own; the others let the drafts be made of the model's states.
+_UNPROVEN_SETTINGS = (
+    *("token_healing", "is_assistant", "assistant_early_exit", "use_mtp", "speculation_type"),
+    *(() if compat.CHUNKS else ("prefill_chunk_size",)),
+)
+_STATES_AS_RESULTS = ("output_attentions", "output_hidden_states")
 
 
 class Asked(Protocol):
@@ -104,12 +110,28 @@ def _unproven(model: Any, call: Asked, generation_config: Any, mode: str) -> str
     """The name of what this call asks for that is not proven to be right with a stored prefix."""
     if shard_of(model) is not None or call.arguments.get("synced_gpus"):
         return "a group of ranks, which must agree on what they reuse,"
-    if mode not in _PROVEN_MODES:
+    if mode not in _PROVEN_MODES or (mode == _ASSISTED and not _drafts_alone(model, call, generation_config)):
         return mode
     for argument in _UNPROVEN_ARGUMENTS:
         if call.arguments.get(argument) is not None:
             return argument
     return next((setting for setting in _UNPROVEN_SETTINGS if getattr(generation_config, setting, None)), None)
+
+
+def is_assisted(mode: Any) -> bool:
+    """Whether tokens are drafted and then checked, several in one pass."""
+    return str(getattr(mode, "value", mode)) == _ASSISTED
+
+
+def _drafts_alone(model: Any, call: Asked, generation_config: Any) -> bool:
+    """Whether drafts are made of tokens alone, for a model of text alone, and nothing is returned of each token."""
+    assistant = type(call.arguments.get("assistant_model")).__name__
+    return not (
+        "Assistant" in assistant  # reads the model's states
+        or compat.is_encoder_decoder(model)
+        or compat.media_tokens(model)
+        or any(getattr(generation_config, setting, None) for setting in _STATES_AS_RESULTS)
+    )
 
 
 def _odd_positions(model: Any, given: Mapping[str, Any], model_kwargs: Mapping[str, Any], slots: int) -> str | None:

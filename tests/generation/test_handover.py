@@ -174,10 +174,39 @@ def test_prepare_gives_arguments_for_the_callers_own_generate(model: Any, kv: Bo
     assert fed.close()[:2] == [1, 5]  # the guard's token has a pass of its own here
 
 
+def greedy_of_ones_own(model: Any, input_ids: torch.Tensor, **_others: Any) -> torch.Tensor:
+    """What ``custom_generate`` may be: it does with the cache what it likes."""
+    for _ in range(3):
+        input_ids = torch.cat([input_ids, model(input_ids).logits[:, -1:].argmax(-1)], dim=1)
+    return input_ids
+
+
+NEGATIVES: dict[str, dict[str, Any]] = {
+    "a negative prompt": {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[5, 9, 11, 4, 8]])},
+    "none": {"guidance_scale": 1.7},
+}
+
+
+@pytest.mark.parametrize("negative", NEGATIVES)
+def test_guidance_reuses_the_prompt_and_keeps_its_own_cache(model: Any, kv: BoundStore, negative: str) -> None:
+    ids = random_ids(PREFIX + 5)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    options |= NEGATIVES[negative]
+    control = model.generate(**masked(ids), **options)
+    kv.warm(ids[:, :PREFIX])
+    ours = kv.generate(ids, **options)
+    assert torch.equal(ours.sequences, control.sequences)
+    for mine, other in zip(ours.scores, control.scores, strict=True):
+        assert (mine - other).abs().max() < 5e-5 * other.abs().max()
+    assert kv.last_report is not None
+    assert (kv.last_report.reused_tokens, kv.last_report.reason) == (PREFIX - 1, None)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"prompt_lookup_num_tokens": 2}, "mode: assisted_generation is not served yet"),
+        ({"prompt_lookup_num_tokens": 2, "output_hidden_states": True}, "mode: assisted_generation is not served yet"),
+        ({"custom_generate": greedy_of_ones_own}, "mode: custom_generate is not served yet"),
     ],
 )
 def test_a_mode_that_is_not_proven_runs_without_the_store(

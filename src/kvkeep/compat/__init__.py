@@ -55,6 +55,7 @@ from kvkeep.compat.encoders import (
 )
 from kvkeep.compat.generating import (
     CHUNKS,
+    DRAFTS_WHOLE,
     SEAM,
     cuts_ids,
     generation_inputs,
@@ -103,6 +104,7 @@ from kvkeep.compat.versions import GENERATE_ARGUMENTS, GENERATE_CACHE_ARGUMENT, 
 __all__ = [
     "CHUNKS",
     "CUTS_INPUTS",
+    "DRAFTS_WHOLE",
     "DUMMY_LAYERS",
     "DYNAMIC_LAYER",
     "DYNAMIC_SLIDING_LAYER",

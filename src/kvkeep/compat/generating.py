@@ -24,6 +24,10 @@ CHUNKS = _PREFILLS
 """Whether ``prefill_chunk_size`` goes on from a filled cache, and does not feed what it holds again."""
 
 
+DRAFTS_WHOLE = _PREFILLS
+"""Whether the first pass of assisted decoding is fed the whole prompt, whatever the cache holds."""
+
+
 def has_seam(model: torch.nn.Module) -> bool:
     """Whether ``generate`` of this model goes through the two methods that the hand-over wraps, as it knows them."""
     return _class_has_seam(cast(Any, type(model)))
