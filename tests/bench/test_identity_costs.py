@@ -9,8 +9,9 @@ from kvkeep.bench.identity import measure_identity
 from kvkeep.bench.sizes import QUICK
 
 SIZES = replace(QUICK, matrices=24, hashes=5, checks=30, generates=10)
-ROOM = 3
-"""A busy machine, and a tracer, may take so many times what is asked for; ``make bench`` measures on its own."""
+ROOM, ROOM_OF_TIMES = 3, 10
+"""A busy machine may take so many times what is asked for, of bare times above all: this finds what is far too slow, and
+``make bench`` measures on its own."""
 
 
 def test_the_costs_of_identity(tmp_path: Path, figures: list[str]) -> None:
@@ -18,5 +19,5 @@ def test_the_costs_of_identity(tmp_path: Path, figures: list[str]) -> None:
     assert list(rows) == ["fingerprint", "identity check", "guard"]
     figures += [f"{r.name}: {r.figure:.2f} {r.unit} (bar: at {r.at} {r.bar}): {r.compared}" for r in rows.values()]
     assert 0.8 / ROOM < rows["fingerprint"].figure < 2
-    assert 0 < rows["identity check"].figure < 2.0 * ROOM
-    assert rows["guard"].figure < 5.0 * ROOM
+    assert 0 < rows["identity check"].figure < 2.0 * ROOM_OF_TIMES
+    assert rows["guard"].figure < 5.0 * ROOM_OF_TIMES
