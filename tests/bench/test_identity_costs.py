@@ -10,7 +10,7 @@ from kvkeep.bench.sizes import QUICK
 
 SIZES = replace(QUICK, matrices=24, hashes=5, checks=30, generates=10)
 ROOM, ROOM_OF_TIMES = 3, 10
-"""A busy machine may take so many times what is asked for, of bare times above all: this finds what is far too slow, and
+"""A busy machine may take so many times what is asked for, of bare times above all: this finds what is far too slow;
 ``make bench`` measures on its own."""
 
 
