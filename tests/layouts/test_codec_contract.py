@@ -133,6 +133,12 @@ if compat.INDEXED_LAYERS:
             layer.indexer_position_ids = new if held is None else torch.cat([held, new], dim=-1)
             return super().fill(layer, first, last, batch), layer.indexer_position_ids
 
+    class TestStaticIndexed(TestIndexed):
+        make = staticmethod(lambda: compat.STATIC_INDEXED_LAYERS[0](max_cache_len=ROOM))
+
+    class TestStaticIndexedWithPositions(TestIndexedWithPositions):
+        make = staticmethod(lambda: compat.STATIC_INDEXED_LAYERS[0](max_cache_len=ROOM))
+
 
 if compat.LINEAR_LAYERS:
 
@@ -221,17 +227,17 @@ if ("deepseek_v4", "DeepseekV4HCACache") in _BY_NAME and importlib.util.find_spe
 
 
 if importlib.util.find_spec("transformers.models.minimax_m3_vl"):
+    minimax_m3 = importlib.import_module("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
 
     class TestSparseM3(AttentionContract):
-        make = staticmethod(
-            lambda: importlib.import_module(
-                "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl"
-            ).MiniMaxM3VLSparseCacheLayer()
-        )
+        make = staticmethod(lambda: minimax_m3.MiniMaxM3VLSparseCacheLayer())
 
         def fill(self, layer: Any, first: int, last: int, batch: int) -> Any:
             index = token_rows("index", first, last, heads=1, dim=5, batch=batch)
             return super().fill(layer, first, last, batch), layer.update_index(index)
+
+    class TestStaticSparseM3(TestSparseM3):
+        make = staticmethod(lambda: minimax_m3.MiniMaxM3VLSparseStaticCacheLayer(ROOM))
 
 
 # --- a layer class that is not kvkeep's ---

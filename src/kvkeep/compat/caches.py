@@ -24,6 +24,7 @@ STATIC_LAYER = _cache_utils.StaticLayer
 # 4.57 has old names for the same layer, as trivial subclasses.
 STATIC_SLIDING_LAYERS = _layers("StaticSlidingWindowLayer", "SlidingWindowLayer", "ChunkedSlidingLayer")
 INDEXED_LAYERS = _layers("DynamicIndexedLayer")
+STATIC_INDEXED_LAYERS = _layers("StaticIndexedLayer")
 LINEAR_LAYERS = _layers("LinearAttentionLayer")
 DUMMY_LAYERS = _layers("DummyLayer")
 # Layers that have a linear attention's state beside what another class keeps.

@@ -9,7 +9,7 @@ from kvkeep.errors import UnsupportedCacheError
 from kvkeep.layouts.attention import DynamicCodec, StaticCodec, StaticSlidingCodec
 from kvkeep.layouts.base import LayerCodec
 from kvkeep.layouts.compressed import CompressedCodec
-from kvkeep.layouts.indexed import INDEXED, SPARSE_M3
+from kvkeep.layouts.indexed import INDEXED, SPARSE_M3, STATIC_INDEXED, STATIC_SPARSE_M3
 from kvkeep.layouts.quantized import BACKENDS, QuantizedCodec
 from kvkeep.layouts.roomy import RoomyCodec, RoomyLayer
 from kvkeep.layouts.states import HybridCodec, LinearCodec, NothingCodec
@@ -25,12 +25,14 @@ _CODECS |= {hybrid: HybridCodec(_CODECS[attention]) for hybrid, attention in com
 _CODECS |= dict.fromkeys(compat.LINEAR_LAYERS, LinearCodec())
 _CODECS |= dict.fromkeys(compat.DUMMY_LAYERS, NothingCodec())
 _CODECS |= dict.fromkeys(compat.INDEXED_LAYERS, INDEXED)
+_CODECS |= dict.fromkeys(compat.STATIC_INDEXED_LAYERS, STATIC_INDEXED)
 _CODECS |= {layer: QuantizedCodec(BACKENDS[backend]) for layer, backend in compat.QUANTIZED_LAYERS.items()}
 
 _BY_NAME: dict[tuple[str, str], LayerCodec] = {
     ("deepseek_v4", "DeepseekV4HCACache"): CompressedCodec("compressed_hca"),
     ("deepseek_v4", "DeepseekV4CSACache"): CompressedCodec("compressed_csa"),
     ("minimax_m3_vl", "MiniMaxM3VLSparseCacheLayer"): SPARSE_M3,
+    ("minimax_m3_vl", "MiniMaxM3VLSparseStaticCacheLayer"): STATIC_SPARSE_M3,
 }
 """Codecs of classes that live beside a model, by its module and their name, so that it need not be imported."""
 
