@@ -177,6 +177,7 @@ class Call:
             self.finish(miss("mask: generate would feed again what is cached: give a mask as long as the prompt"), 0)
             return
         extras = compat.generation_inputs(model_kwargs)
+        compat.with_repeats(cache, compat.text_config(model))
         self.quantized = take_quantized(cache)
         try:
             lines = read_lines(self.ids, None if mask is None else mask[:: self.expansion])

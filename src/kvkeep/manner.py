@@ -32,6 +32,11 @@ _OTHERWISE = (
     "they are, or its state is not all in the cache"
 )
 
+_PLACES_OTHERWISE = (
+    "counts the places of tokens from its padding id in a plain forward pass, and generate counts them from 0: a cache "
+    "of the one would be wrong in the other"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Manner:
@@ -57,7 +62,7 @@ def manner_of(model: Any) -> Manner:
     """
     unplaced = compat.unplaced_ids(model)
     if unplaced is None or (unplaced and not compat.is_encoder_decoder(model)):
-        return Manner(_OTHERWISE)
+        return Manner(_PLACES_OTHERWISE)
     if hasattr(compat.text_config(model), "keep_window_size"):  # Doge: what a token sees is chosen among all tokens
         return Manner(_OTHERWISE)
     media = frozenset().union(*compat.media_tokens(model).values(), unplaced)
@@ -67,7 +72,7 @@ def manner_of(model: Any) -> Manner:
         other = _probe(model, (known * _PROBE)[: _PROBE // 2])
         cache = empty_cache(model, probe)
         whole = feed(model, cache, probe, 0, _PROBE, logits=True)
-        layers = len(compat.dynamic_cache(compat.text_config(model)).layers)
+        layers = len(compat.planned_layers(compat.text_config(model)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - somebody else's forward: it raises what it likes
@@ -79,6 +84,8 @@ def manner_of(model: Any) -> Manner:
         return Manner("gives no logits of all tokens, by which to ask it whether it goes on from a cache as it should")
     # A decoder is asked first whether it goes on without its encoder; it is fed several tokens at once in any case.
     ways = [(_PROBE // 2, False), (1, False)] if probe.encoder is None else [(_PROBE // 2, True), (_PROBE // 2, False)]
+    if compat.is_owned(cache):  # such a model prepares the inputs of one token behind its own cache, not of several
+        ways = [(1, False)]
     for step, unheard in ways:
         if _agrees(model, whole, probe, other, step, unheard=unheard):
             return Manner(singly=step == 1, skips=unheard)

@@ -40,6 +40,7 @@ from kvkeep.compat.caches import (
     set_static_length,
     static_cache,
     with_own_part_copied,
+    with_repeats,
 )
 from kvkeep.compat.encoders import (
     ENCODER_OUTPUTS,
@@ -189,5 +190,6 @@ __all__ = [
     "unplaced_ids",
     "wait_for_moves",
     "with_own_part_copied",
+    "with_repeats",
     "without_early_mask",
 ]

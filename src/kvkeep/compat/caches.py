@@ -42,12 +42,22 @@ HYBRID_LAYERS: dict[type, type] = {
 
 def dynamic_cache(config: Any, *, offloading: bool = False) -> DynamicCache:
     """An empty cache as ``generate`` would prepare it."""
-    return DynamicCache(config=config, offloading=offloading)
+    return with_repeats(DynamicCache(config=config, offloading=offloading), config)
 
 
 def static_cache(config: Any, max_cache_len: int, *, offloading: bool = False) -> StaticCache:
     """An empty static cache with room for ``max_cache_len`` tokens."""
-    return StaticCache(config=config, max_cache_len=max_cache_len, offloading=offloading)
+    return with_repeats(StaticCache(config=config, max_cache_len=max_cache_len, offloading=offloading), config)
+
+
+def with_repeats(cache: Any, config: Any) -> Any:
+    """A cache with a layer for each time that a model runs through its layers: Dory adds these in its first pass."""
+    repeats = int(getattr(config, "n_recurrent_loops", None) or 1) - 1
+    if repeats > 0 and config.recurrent_kv_cache_mode == "per_loop" and len(cache.layers) == config.num_hidden_layers:
+        first = config.n_input_layers
+        repeated = cache.layers[first : first + config.n_recurrent_layers] * repeats
+        cache.layers += [copy.deepcopy(layer) for layer in repeated]
+    return cache
 
 
 def complete_cache(config: Any) -> DynamicCache:
