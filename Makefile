@@ -3,7 +3,7 @@
 SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo bench test test-all coverage supported lint clean models system
+.PHONY: help setup demo bench test test-all coverage proofs supported lint clean models system
 
 PYTHON ?= python3
 ENV := .venv
@@ -48,6 +48,9 @@ test-all: setup models system ## Runs the slow tests, with both versions of tran
 coverage: setup models system ## Says which lines the tests do not run
 	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" --cov
 
+proofs: setup ## Writes tests/README.md: which test proves what the store must survive
+	$(BIN)/python tools/make_proof_table.py
+
 supported: setup ## Checks every model type with both versions of transformers, and writes SUPPORTED.md
 	$(BIN)/python tests/sweep/conform.py --write --json $(ENV)/sweep.json
 	$(OLD)/bin/python tests/sweep/conform.py --write --json $(OLD)/sweep.json
@@ -70,7 +73,7 @@ models: setup
 	@$(OLD)/bin/python $(FETCH) smollm2 gemma
 
 system:
-	@tools/install_debian_packages strace
+	@tools/install_debian_packages strace xfsprogs:mkfs.xfs
 
 # pytest ends with 5 when no test is selected.
 define slow_tests

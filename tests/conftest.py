@@ -7,12 +7,14 @@ import random
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from requirement_gate import RequirementGate, kinds_of_run, read_requirements
 from skip_gate import SkipGate, read_allowed
 
 if TYPE_CHECKING:  # torch and transformers load when a test first needs them
@@ -34,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(caches.cleanup)
     os.environ["XDG_CACHE_HOME"] = caches.name
     os.environ.pop("KVKEEP_STORE", None)
+    config.pluginmanager.register(RequirementGate(read_requirements(), kinds_of_run(config)))
     in_ci = os.environ.get("CI") == "true"
     # A busy machine is no failure; in CI the same examples every time, elsewhere new ones.
     settings.register_profile("kvkeep", deadline=None, derandomize=in_ci)
@@ -65,13 +68,48 @@ def figures(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "teardown":  # with several processes this is the one that prints
         _figures.extend(str(value) for name, value in report.user_properties if name == "figure")
+        for title, row, column, word in (value for name, value in report.user_properties if name == "cell"):
+            _tables.setdefault(title, {}).setdefault((tuple(row), tuple(column)), Counter())[word] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for title, cells in _tables.items():
+        terminalreporter.section(title)
+        for line in lines_of_table(cells):
+            terminalreporter.write_line(line)
     if lines := _figures:
         terminalreporter.section("measured in this run")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+# --- tables ---
+
+Place = tuple[int, str]  # a row or a column: where it goes, and its name
+
+_tables: dict[str, dict[tuple[Place, Place], Counter[str]]] = {}
+
+
+@pytest.fixture
+def cell(request: pytest.FixtureRequest) -> Callable[[str, Place, Place, str], None]:
+    """Puts a word into a cell of a table that the run prints at its end; there a cell is the words of all tests."""
+
+    def put(title: str, row: Place, column: Place, word: str) -> None:
+        request.node.user_properties.append(("cell", (title, row, column, word)))
+
+    return put
+
+
+def lines_of_table(cells: dict[tuple[Place, Place], Counter[str]]) -> list[str]:
+    """A table with a cell for each row and column: how often each word was put there."""
+    rows, columns = (sorted({place[axis] for place in cells}) for axis in (0, 1))
+    texts = [["", *(name for _, name in columns)]]
+    for row in rows:
+        counts = (cells.get((row, column), Counter()) for column in columns)
+        words = (sorted((-count, word) for word, count in one.items()) for one in counts)
+        texts.append([row[1], *(", ".join(f"{-count} {word}" for count, word in one) for one in words)])
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in texts]
 
 
 # --- real models ---

@@ -108,6 +108,7 @@ def key(**changes: object) -> EntryKey:
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
+@pytest.mark.requirement("R17", part=True)
 def test_the_prefix_chain_is_the_one_of_the_format(name: str) -> None:
     digest, links, hashes = NAMESPACES[name]
     ids = TokenIds.of(IDS)
@@ -118,6 +119,7 @@ def test_the_prefix_chain_is_the_one_of_the_format(name: str) -> None:
     assert {n: prefix_hash(ids, n, chain).hex() for n in hashes} == hashes
 
 
+@pytest.mark.requirement("R17", part=True)
 def test_the_key_is_the_one_of_the_format() -> None:
     assert model_digest(WEIGHTS, CONFIG, None, DTYPES) == "b3c3869f635f343dda103efe5994cd63"
     assert model_digest(WEIGHTS, CONFIG, ADAPTERS, DTYPES) == "2c628be3b848b92e14c90cd60ad96c7e"
@@ -158,6 +160,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.requirement("R17", part=True)
 def test_a_prompt_of_any_kind_has_the_hashes_of_the_format(kind: str) -> None:
     ids = read_ids(KINDS[kind]())
     for name, (_, links, hashes) in NAMESPACES.items():
@@ -185,6 +188,7 @@ def test_a_shorter_prompt_has_the_hashes_of_its_stretch_of_a_longer_one(length: 
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
+@pytest.mark.requirement("R17", part=True)
 def test_another_process_computes_the_same(seed: str) -> None:
     script = (
         "from kvkeep.keys import *\n"
@@ -205,6 +209,7 @@ def test_another_process_computes_the_same(seed: str) -> None:
 # --- nothing runs into something else ---
 
 
+@pytest.mark.requirement("R17", part=True)
 def test_fields_never_share_an_encoding() -> None:
     lists: list[tuple[bytes | None, ...]] = [
         (),
@@ -267,6 +272,7 @@ def test_every_part_of_a_model_changes_it() -> None:
     assert len({model_digest(*one) for one in parts}) == len(parts)
 
 
+@pytest.mark.requirement("R19")
 def test_prefixes_of_other_lengths_ids_and_namespaces_never_share_a_hash() -> None:
     ids = TokenIds.of(IDS)
     found = set()
@@ -283,6 +289,7 @@ def test_prefixes_of_other_lengths_ids_and_namespaces_never_share_a_hash() -> No
         assert prefix_hash(changed, at + 1, chain) not in found
 
 
+@pytest.mark.requirement("R17", part=True)
 def test_blocks_cannot_be_moved_or_swapped() -> None:
     """A sum or xor of block hashes would not see these."""
     a, b = list(range(256)), list(range(1000, 1256))
@@ -356,6 +363,7 @@ def test_a_stretch_has_no_step() -> None:
         TokenIds.of([1, 2, 3])[::2]
 
 
+@pytest.mark.requirement("R36", part=True)
 def test_ids_are_never_shown() -> None:
     assert repr(TokenIds.of([4711, 4712])) == "TokenIds(2 tokens)"
 

@@ -12,6 +12,7 @@ exactly what was there.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import threading
@@ -22,6 +23,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvkeep import compat
+from kvkeep.errors import UnsupportedRequestError
+from kvkeep.fingerprint import unwrap
 from kvkeep.forks import renew_after_fork
 from kvkeep.generation import Call
 from kvkeep.served import Source
@@ -35,9 +38,10 @@ class _Shadow:
         self._name = name
         self._call = call
         self._original = original
+        self.gone = False  # whoever took it for the model's own method may keep it, and calls it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return (self._original if self.gone else self._call)(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:  # transformers looks at what some methods take
@@ -124,6 +128,8 @@ class Attachment:
                     wraps[compat.INPUTS_STEP] = self._draft
             for name, wrap in wraps.items():
                 original = getattr(model, name)
+                if name == "generate" and name not in model.__dict__:
+                    original = _inherited(model, name, original)
                 shadow = _Shadow(model, name, original, wrap(model, original))
                 self._replaced[name] = model.__dict__.get(name), shadow
                 model.__dict__[name] = shadow
@@ -134,6 +140,7 @@ class Attachment:
             if self._users:
                 return
             for name, (before, shadow) in self._replaced.items():
+                shadow.gone = True
                 if model.__dict__.get(name) is not shadow:
                     continue  # somebody else has put theirs in front meanwhile
                 if before is None:
@@ -152,12 +159,14 @@ class Attachment:
             try:
                 if call is None:
                     return original(*args, **kwargs)
-                call.arguments, call.taken = kwargs, True
+                call.arguments, call.taken = _named(original, args, kwargs), True
                 if not compat.has_seam(model):
                     kwargs = call.pass_in(model, args, kwargs)
                 return original(*args, **kwargs)
             finally:
                 self._local.call = outer
+                if call is not None and call.agreement is not None:
+                    call.agreement.no_answer()
 
         return generate
 
@@ -246,6 +255,29 @@ class Attachment:
         return inputs
 
 
+def _inherited(model: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that a model has from its class, as the class has it when it is called: others patch that, too."""
+    kept = weakref.ref(model)
+
+    @functools.wraps(original)
+    def inherited(*args: Any, **kwargs: Any) -> Any:
+        method = getattr(type(kept()), name, original)
+        return (method.__get__(kept()) if inspect.isfunction(method) else original)(*args, **kwargs)
+
+    return inherited
+
+
+def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, those by position too, as far as the method names them."""
+    if len(args) < 2:  # the first is the prompt
+        return kwargs
+    try:
+        names = list(inspect.signature(method).parameters)
+    except (TypeError, ValueError):  # somebody's own callable, which does not say
+        return kwargs
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 _attachments_lock = threading.Lock()
 
@@ -263,3 +295,17 @@ def attachment_of(model: Any) -> Attachment:
     """The one attachment of a model."""
     with _attachments_lock:
         return _attachments.setdefault(model, Attachment())
+
+
+def reached(model: Any) -> Any:
+    """The model whose ``generate`` can be reached from inside: it, or the one that PEFT or torch.compile wraps.
+
+    What is between the two, a wrapper's settings too, is then just what the call itself brings.
+    """
+    if compat.has_seam(model):
+        return model
+    try:
+        inner = unwrap(model)
+    except UnsupportedRequestError:
+        return model
+    return inner if compat.has_seam(inner) else model

@@ -47,7 +47,8 @@ def fill_batch(
         missed.extend([match] if not match else [])
         return match.tokens
 
-    slot = max(line.padding + len(line.inputs) for line in lines) - 1  # at least one slot must be left to feed
+    slots = max(line.padding + len(line.inputs) for line in lines)
+    slot = slots - 1  # at least one must be left to feed
     while slot := common_cut(lines, reach, at_most=slot, watched=watched):
         found: dict[bytes, tuple[Filled, Served]] = {}
         for line in lines:
@@ -60,6 +61,7 @@ def fill_batch(
         places = [line.inputs.ids[: max(slot - line.padding, 0)].int64 for line in lines]
         ends = [line.padding + _end(found[first][1]) for line, first in zip(lines, places, strict=True) if first]
         if min(ends) < slot:  # some entry was not what its index said
+            missed.extend(served.match for _, served in found.values() if not served.match)
             slot = min(ends)
             continue
         unwatched = [served.row is None for _, served in found.values()]
@@ -73,7 +75,11 @@ def fill_batch(
         reason = missed[0].reason if missed else None
         reused = sum(found[first][0].held for first in places if first)
         return Served(replace(parts[-1].match, reason=reason), held, held, reused=reused, parts=parts)
-    return Served(missed[0]) if missed else Served(miss("batch: the lines share no slot to be cut at"))
+    if missed:
+        return Served(missed[0])
+    if watched and slots - 1 > min(line.padding for line in lines):
+        return Served(miss("guard: of a line a single token is stored, and one must be computed again"))
+    return Served(miss("batch: the lines share no slot to be cut at"))
 
 
 def _end(served: Served) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
@@ -10,26 +11,27 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from kvkeep import compat, saving
-from kvkeep.attachment import attachment_of
-from kvkeep.chat import stable_prefix
+from kvkeep.attachment import attachment_of, reached
 from kvkeep.drafting import describe_encoder
-from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedCacheError, UnsupportedRequestError
+from kvkeep.empty_caches import new_cache, own_cache, quantized_cache
+from kvkeep.errors import (
+    EntryNotFoundError,
+    InvalidPromptError,
+    InvalidRequestError,
+    UnsupportedCacheError,
+    UnsupportedRequestError,
+)
 from kvkeep.identity import LiveIdentity
-from kvkeep.inputs import Inputs, input_device, read_inputs, read_paired
-from kvkeep.keys import TokenIds, common_prefix
 from kvkeep.layouts import plans_of
 from kvkeep.legacy import to_pairs, tokens_for_pairs
 from kvkeep.lines import batch_lines
 from kvkeep.obstacles import refuse
-from kvkeep.prefixes import uncut
-from kvkeep.prompts import Prompt, is_batch, is_messages, is_padded, read_encoder_prompt, read_ids, read_prompt
+from kvkeep.reader import PromptReader
 from kvkeep.records import Entry, GenerateReport, Identity, Match
 from kvkeep.serving import Serving
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
-
-_CACHE_KINDS = ("dynamic", "static", "offloaded", "offloaded_static", "quantized")
 
 log = logging.getLogger("kvkeep")
 
@@ -46,7 +48,6 @@ class BoundStore:
 
     Attributes:
         store: the store.
-        tokenizer: the tokenizer or processor, or ``None``.
         guard: whether one token of every hit is computed again and compared.
         last_report: the report of the latest ``generate`` of any thread, or ``None``.
     """
@@ -64,12 +65,18 @@ class BoundStore:
     ) -> None:
         self.store = store
         self.guard = guard
-        self.tokenizer = tokenizer
         self.last_report: GenerateReport | None = None
         self._on_report = on_report
         self._live = LiveIdentity(model, tokenizer, model_id=model_id, salt=salt)
         self._live.current()
+        self._reached = weakref.ref(reached(model))
+        self._reader = PromptReader(self._live.model, tokenizer)
         self._serving = Serving(store, self._live, guard=guard, reported=self._reported)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer or processor, or ``None``."""
+        return self._reader.tokenizer
 
     def identity(self) -> Identity:
         """What entries must have been computed with to be reused here, part by part."""
@@ -99,10 +106,12 @@ class BoundStore:
             The match; ``tokens == 0`` is a miss, and ``reason`` says why. ``exact`` says whether a load gives bit for
             bit what the model computed.
         """
-        inputs = self._read(prompt, tools, documents, chat_template_kwargs)
-        if cache_implementation != "quantized":
-            return self._serving.lookup(inputs)
-        return self._serving.lookup(inputs, cache=self._quantized_cache(cache_config))
+        inputs = self._reader.inputs(
+            prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+        )
+        quantized = cache_implementation == "quantized"
+        cache = quantized_cache(self._live.model(), cache_config) if quantized else None
+        return self._serving.lookup(inputs, cache=cache)
 
     def load(
         self,
@@ -112,14 +121,16 @@ class BoundStore:
         max_cache_len: int | None = None,
         cache_config: Mapping[str, Any] | None = None,
         into: Any = None,
+        attention_mask: Any = None,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any | None:
         """Rebuild the cache of the longest stored prefix of the prompt, for you to pass on.
 
-        Nothing is computed, so the guard has no part in it. A few models (Mamba, Jamba) do not look at the state that a
-        cache holds when they are fed several tokens at once: feed what follows one by one, or use :meth:`generate`.
+        Nothing is computed, so the guard has no part in it. A few models (Mamba, Jamba; with transformers 4.57 all that
+        bring a cache of their own) do not look at the state that a cache holds when they are fed several tokens at
+        once: feed what follows one by one, or use :meth:`generate`.
 
         Args:
             prompt: the whole prompt. The cache covers at most all of its tokens but the last.
@@ -132,6 +143,9 @@ class BoundStore:
                 ``axis_key``, ``axis_value``, ``q_group_size``, ``residual_length``.
             into: a cache of yours to be emptied and filled in place, instead of a new one: the buffers of a static
                 cache stay where they are, so that what was compiled for them goes on without being compiled anew.
+            attention_mask: for a batch, [lines, slots] like the ids that are then the prompt: 0 where a slot is
+                padding, which may only be at the left. The cache holds all lines up to one slot, as far as all are
+                stored; it has seen that many tokens.
 
         Returns:
             ``into``, or a cache of the kind asked for, of your own (nothing else holds its tensors). ``None``
@@ -143,75 +157,22 @@ class BoundStore:
         """
         if into is not None and (cache_implementation, max_cache_len, cache_config) != ("dynamic", None, None):
             raise InvalidRequestError("into= is a cache already: leave out what kind of cache to make")
-        inputs = self._read(prompt, tools, documents, chat_template_kwargs)
-        if into is None:
-            cache = self._empty_cache(cache_implementation, max_cache_len, cache_config, len(inputs))
-            cache = cache if inputs.encoder is None else compat.paired(cache)
-        elif compat.is_paired(into) != (inputs.encoder is not None):
-            raise InvalidRequestError(f"into= is a {type(into).__name__}, which this model does not fill")
-        elif compat.is_known_cache(into):
-            _check_room(into, len(inputs))
-            cache = compat.emptied(into)
+        if attention_mask is not None:
+            lines = batch_lines(self._live.model(), prompt, attention_mask)
+            tokens = max(line.padding + len(line.inputs) for line in lines)
         else:
-            raise InvalidRequestError(f"into= takes a DynamicCache or StaticCache, not a {type(into).__name__}")
-        return cache if self._serving.load(cache, inputs) else None
-
-    def _read(
-        self,
-        prompt: Any,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> Inputs:
-        model = self._live.model()
-        if compat.is_encoder_decoder(model):
-            given = read_encoder_prompt(prompt, self.tokenizer, compat.encoder_input_name(model, {}))
-            return read_paired(model, self._decoder_ids(given), given)
-        read = read_prompt(
-            prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+            inputs = self._reader.inputs(
+                prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+            )
+            tokens = len(inputs)
+        if into is None:
+            cache = new_cache(self._live.model(), cache_implementation, max_cache_len, cache_config, tokens)
+        else:
+            cache = own_cache(self._live.model(), into, tokens)
+        held = (
+            self._serving.load_lines(cache, lines) if attention_mask is not None else self._serving.load(cache, inputs)
         )
-        return read_inputs(model, read.ids, read.extras)
-
-    def _decoder_ids(self, given: dict[str, Any]) -> TokenIds:
-        """The decoder's ids as ``generate`` makes them of those that came with the encoder's input, or of none."""
-        model, ids = self._live.model(), given.pop("decoder_input_ids", None)
-        ids = None if ids is None else Inputs(read_ids(ids)).tensor(input_device(model))
-        ids = compat.decoder_ids(model, compat.encoder_input_name(model, given), ids)
-        if ids is None:
-            raise InvalidPromptError(
-                f"{type(model).__name__} names no decoder_start_token_id: give decoder_input_ids beside what its "
-                "encoder is fed"
-            )
-        return read_ids(ids)
-
-    def _empty_cache(
-        self, kind: str, max_cache_len: int | None, cache_config: Mapping[str, Any] | None, tokens: int
-    ) -> Any:
-        config = compat.text_config(self._live.model())
-        if kind not in _CACHE_KINDS:
-            raise InvalidRequestError(f"cache_implementation must be one of {', '.join(_CACHE_KINDS)}, not {kind!r}")
-        static, offloading = kind.endswith("static"), kind.startswith("offloaded")
-        if max_cache_len is not None and not static:
-            raise InvalidRequestError(f"max_cache_len is for static caches; one that is {kind} grows")
-        if cache_config is not None and kind != "quantized":
-            raise InvalidRequestError("cache_config is for cache_implementation='quantized'")
-        if kind == "quantized":
-            return self._quantized_cache(cache_config)
-        if not static:
-            return compat.dynamic_cache(config, offloading=offloading)
-        if max_cache_len is None or max_cache_len < tokens:
-            raise InvalidRequestError(
-                f"a static cache needs max_cache_len of at least the prompt's {tokens} tokens plus the new ones"
-            )
-        return compat.static_cache(config, max_cache_len, offloading=offloading)
-
-    def _quantized_cache(self, cache_config: Mapping[str, Any] | None) -> Any:
-        if compat.is_encoder_decoder(self._live.model()):
-            raise InvalidRequestError("transformers has no quantized cache for encoder-decoder models: take another")
-        try:
-            return compat.quantized_cache(compat.text_config(self._live.model()), cache_config)
-        except (ValueError, TypeError, ImportError) as error:
-            raise InvalidRequestError(f"transformers makes no such quantized cache: {error}") from error
+        return cache if held else None
 
     # --- warm and save ---
 
@@ -248,32 +209,19 @@ class BoundStore:
         """
         if name is None and (pin or ttl is not None):
             raise InvalidRequestError("pin= and ttl= belong to a name: give name= as well")
-        if is_messages(prompt) and not compat.is_encoder_decoder(self._live.model()):
-            prefix = stable_prefix(
-                self.tokenizer, prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
-            )
-            if prefix.unstable is not None:
-                log.warning("kvkeep: %s", prefix.unstable)
-            inputs = self._prefix_inputs(prefix.ids, prompt, tools, documents, chat_template_kwargs)
-        else:
-            inputs = self._read(prompt, tools, documents, chat_template_kwargs)
+        inputs, unstable = self._reader.prefix(
+            prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+        )
+        if unstable is not None:
+            log.warning("kvkeep: %s", unstable)
         entry = saving.warm(self.store, self._live, self.tokenizer, inputs, progress)
-        return entry if name is None else self.store.name(entry, name, pin=pin, ttl=ttl)
-
-    def _prefix_inputs(
-        self,
-        ids: TokenIds,
-        messages: Any,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> Inputs:
-        """The inputs of a conversation's stable ids: with its media, as far as these go."""
-        media = frozenset().union(*compat.media_tokens(self._live.model()).values())
-        if media.isdisjoint(ids.tolist()):
-            return Inputs(ids)
-        whole = self._read(messages, tools, documents, chat_template_kwargs)
-        return whole.first(uncut(whole.media, common_prefix(whole.ids.int32, ids.int32)))
+        if name is None:
+            return entry
+        try:
+            return self.store.name(entry, name, pin=pin, ttl=ttl)
+        except EntryNotFoundError:  # evicted before it had its name, which now keeps it from that if it is pinned
+            entry = saving.warm(self.store, self._live, self.tokenizer, inputs, progress)
+            return self.store.name(entry, name, pin=pin, ttl=ttl)
 
     @overload
     def save(self, cache: Any, input_ids: Any, *, name: str | None = None, guard: bool | None = None) -> Entry: ...
@@ -329,22 +277,9 @@ class BoundStore:
                 raise InvalidRequestError("name= is for one entry: name those of a batch with store.name(entry, name)")
             lines = batch_lines(self._live.model(), input_ids, attention_mask)
             return saving.save_lines(self.store, self._live, self.tokenizer, cache, lines, guard=guarded)
-        held = self._read_held(input_ids)
+        held = self._reader.held(input_ids)
         entry = saving.save(self.store, self._live, self.tokenizer, cache, held, guard=guarded)
         return entry if name is None else self.store.name(entry, name)
-
-    def _read_held(self, given: Any) -> Inputs:
-        model = self._live.model()
-        if compat.is_encoder_decoder(model):
-            if not isinstance(given, Mapping) or given.get("decoder_input_ids") is None:
-                raise InvalidPromptError(
-                    "the cache of an encoder-decoder model belongs to what its encoder was fed: save it with a mapping "
-                    "of that, as the model takes it, and decoder_input_ids, exactly those that the cache holds"
-                )
-            rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
-            return read_paired(model, read_ids(given["decoder_input_ids"]), rest)
-        read = read_prompt(given, None) if isinstance(given, Mapping) else Prompt(read_ids(given), {}, "ids")
-        return read_inputs(self._live.model(), read.ids, read.extras)
 
     def to_legacy(self, cache: Any) -> tuple[tuple[torch.Tensor, ...] | None, ...]:
         """The cache as the tuple of (keys, values) a layer that older tools want: views, [1, heads, rows, dim].
@@ -382,13 +317,11 @@ class BoundStore:
             generation config asks for a cache kind. They are for one call: ``generate`` changes the cache. The guard
             has computed the last stored token in a pass of its own.
         """
-        inputs = self._read(prompt, tools, documents, chat_template_kwargs)
+        inputs = self._reader.inputs(
+            prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+        )
         arguments = self._serving.arguments(inputs, guard=self.guard)[0]
-        return arguments if inputs.encoder is not None else {**self._model_inputs(inputs.ids), **arguments}
-
-    def _model_inputs(self, ids: TokenIds) -> dict[str, Any]:
-        input_ids = Inputs(ids).tensor(input_device(self._live.model()))
-        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        return arguments if inputs.encoder is not None else {**self._reader.model_inputs(inputs.ids), **arguments}
 
     def generate(
         self,
@@ -426,41 +359,17 @@ class BoundStore:
             for name in ("inputs", "input_ids"):
                 if generate_kwargs.get(name) is not None:
                     raise InvalidRequestError(f"the prompt was given twice: as the first argument and as {name}=")
-            inputs = self._inputs(prompt, tools, documents, chat_template_kwargs)
+            inputs = self._reader.arguments(
+                prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+            )
             generate_kwargs = {**inputs, **generate_kwargs}
-        with attachment_of(model).running(model, self._serving, guard=self.guard if guard is None else guard) as call:
+        inner = self._reached() or model
+        with attachment_of(inner).running(inner, self._serving, guard=self.guard if guard is None else guard) as call:
             out = model.generate(**generate_kwargs)
         report = call.finished()
         if on_report is not None:
             on_report(report)
         return out
-
-    def _inputs(
-        self,
-        prompt: Any,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        model = self._live.model()
-        if compat.is_encoder_decoder(model):
-            device = input_device(model)
-            given = read_encoder_prompt(prompt, self.tokenizer, compat.encoder_input_name(model, {}))
-            return {n: value.to(device) if isinstance(value, torch.Tensor) else value for n, value in given.items()}
-        if is_batch(prompt) or is_padded(prompt):  # what comes back has the same padding
-            if not isinstance(prompt, Mapping | torch.Tensor):
-                raise InvalidRequestError(
-                    "several prompts at once: pass what tokenizer(texts, padding=True, return_tensors='pt') returns"
-                )
-            return dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
-        read = read_prompt(
-            prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
-        )
-        if read.kind == "mapping":
-            return {**self._model_inputs(read.ids), **read.extras}
-        device = input_device(self._live.model())
-        extras = {n: value.to(device) if isinstance(value, torch.Tensor) else value for n, value in read.extras.items()}
-        return {**self._model_inputs(read.ids), **extras}
 
     @contextmanager
     def attached(self) -> Iterator[BoundStore]:
@@ -477,12 +386,12 @@ class BoundStore:
 
     def attach(self) -> None:
         """Make ``model.generate`` itself reuse the store until :meth:`detach`."""
-        model = self._live.model()
+        model = self._reached() or self._live.model()
         attachment_of(model).attach(model, self._serving)
 
     def detach(self) -> None:
         """End the latest :meth:`attach`; does nothing if there is none, or the model is gone."""
-        model = self._live.model_or_none()
+        model = self._reached()
         if model is not None:
             attachment_of(model).detach(model, self._serving)
 
@@ -492,9 +401,3 @@ class BoundStore:
         self.store.journal.generated(report)
         if self._on_report is not None:
             self._on_report(report)
-
-
-def _check_room(cache: Any, tokens: int) -> None:
-    room = compat.room_of(cache)
-    if room is not None and room < tokens:
-        raise InvalidRequestError(f"into= has room for {room} tokens, and the prompt has {tokens}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvkeep.entry_format import Media
 from kvkeep.errors import EntryDamagedError, EntryUnknownError
@@ -15,7 +15,7 @@ from kvkeep.prefixes import Prefix, shared_with_media
 from kvkeep.records import Identity
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
-from kvkeep.storage.index import Index, Row
+from kvkeep.storage.index import Choose, Index, Row
 from kvkeep.storage.verified import FileIdentity
 
 Obstacle = Callable[[Row, int], str | None]
@@ -71,6 +71,52 @@ class Catalog:
         """Add the row of an entry whose file was just published."""
         with self._mutex:
             self._index.add(row)
+            self._prefixes.add(row)
+
+    def exchange(self, row: Row | None, choose: Choose) -> list[Row]:
+        """Add a row, if there is one, and drop those that ``choose(all rows)`` names, while nobody else can write.
+
+        Returns the dropped ones, whose files are the caller's to remove.
+        """
+        with self._mutex:
+            dropped = self._index.exchange(row, choose)
+            if row is not None:
+                self._prefixes.add(row)
+            self._drop(dropped)
+        return dropped
+
+    def mend(self, ripe: Callable[[str], bool]) -> tuple[list[str], list[Row]]:
+        """Make rows and files agree: ``ripe(key)`` says of a file without a row whether nobody is adding that any more.
+
+        Returns the keys that got a row, and the rows that were dropped because their file is gone. Damaged files
+        without a row are set aside.
+        """
+        with self._mutex:
+            added = self._index.adopt(ripe)
+            on_disk = set(self._files.keys())
+            gone = self.exchange(
+                None, lambda rows: [key for key in rows.keys() - on_disk if not self._files.is_there(key)]
+            )
+            damaged = self._index.damaged.keys() & on_disk
+        for key in sorted(damaged):
+            try:
+                with self._files.open(key):
+                    pass
+            except OSError:
+                continue
+            except EntryDamagedError as error:
+                self.damaged(key, error)
+        return added, gone
+
+    def _drop(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._prefixes.discard(row.key)
+            self._ids.pop(row.key, None)
+
+    def hold(self, row: Row) -> None:
+        """Find an entry here whose row is not to be written yet."""
+        with self._mutex:
+            self._index.hold(row)
             self._prefixes.add(row)
 
     def learn(self, row: Row) -> None:

@@ -13,6 +13,7 @@
     │   ├── StoreFormatError           4   not a store, or a newer format     (OSError)
     │   ├── StoreReadOnlyError         4   a write to a read-only store       (PermissionError)
     │   └── StoreWriteError            4   full disk, quota, I/O error        (OSError)
+    │       └── StoreFullError         4   over the budget, or the disk's floor
     ├── EntryError                     5   one entry                          (ValueError)
     │   ├── EntryNotFoundError         5   no such entry or name              (KeyError)
     │   └── EntryDamagedError          5   its bytes are not what was stored  (ValueError)
@@ -81,6 +82,10 @@ class StoreReadOnlyError(StoreError, PermissionError):
 
 class StoreWriteError(StoreError):
     """Nothing was stored: the disk is full, a quota is reached, or the write failed."""
+
+
+class StoreFullError(StoreWriteError):
+    """Nothing was stored: an entry does not fit beside what must stay; the message says which limit, and what to do."""
 
 
 class EntryError(KvkeepError, ValueError):

@@ -22,6 +22,7 @@ from kvkeep.lines import Line, read_lines
 from kvkeep.obstacles import is_assisted, obstacle, paired_obstacle
 from kvkeep.prefill import feed_slots
 from kvkeep.prompts import read_ids
+from kvkeep.ranks import Agreement, Offer, Ranks, ranks_of
 from kvkeep.records import GenerateReport, Match
 from kvkeep.served import Served, Source, miss
 
@@ -47,6 +48,9 @@ class Call:
         untold: whether the cache holds tokens that the model has not been told of, which prepares its inputs itself.
         uncounted: tokens in a cache that does not count them, which ``generate`` would feed again.
         drafts: whether tokens are drafted and checked: the first pass of that must be told what the cache holds.
+        chunked: whether the prompt is fed in several passes.
+        ranks: the ranks that run the model together with this one, where there are such.
+        agreement: what they agree on.
         taken: whether ``generate`` has begun.
         report: what came of it.
         served: what the cache was filled with.
@@ -67,6 +71,9 @@ class Call:
     untold: bool = False
     uncounted: int = 0
     drafts: bool = False
+    chunked: bool = False
+    ranks: Ranks | None = None
+    agreement: Agreement | None = None
     taken: bool = False
     report: GenerateReport | None = None
     served: Served | None = None
@@ -82,15 +89,23 @@ class Call:
         self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool
     ) -> None:
         """Fill the cache that ``generate`` has just prepared, if this call may be served; nothing is fed twice."""
-        if compat.is_encoder_decoder(model):
+        self.ranks = ranks_of(model, self.arguments.get("synced_gpus"), self.ids)
+        if compat.is_encoder_decoder(model):  # never served where there are other ranks
             self._fill_paired(model, generation_config, model_kwargs, mode, given)
             return
-        self._fill(model, generation_config, model_kwargs, mode, given)
+        if self.ranks is None:
+            self._fill(model, generation_config, model_kwargs, mode, given)
+        else:
+            self.agreement = Agreement(self.ranks)
+            try:
+                self._fill(model, generation_config, model_kwargs, mode, given)
+            finally:
+                self.agreement.no_offer()
         if self.served is None or not self.served.match:
             self._quantize(model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT))
         held = self.served.held if self.watched and self.served is not None else self._reused()
-        cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
-        if held and self.served is not None and not compat.counts_tokens(cache):
+        cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)  # a model's own may have another name
+        if held and self.served is not None and cache is not None and not compat.counts_tokens(cache):
             self.uncounted = self.served.cached
         if held and self.inputs is not None:
             self.untold = bool(self.inputs.types) or not compat.CUTS_INPUTS
@@ -158,26 +173,36 @@ class Call:
     def _reused(self) -> int:
         return 0 if self.report is None else self.report.reused_tokens
 
-    def _fill(self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool) -> None:
-        began = time.perf_counter()
+    def _cache_to_fill(
+        self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool
+    ) -> tuple[Any, str | None]:
+        """The empty cache of this call, and why it must run without the store, if it must."""
         cache = model_kwargs.get(compat.GENERATE_CACHE_ARGUMENT)
         reason = _CACHE_GIVEN if given else None
         reason = reason or obstacle(model, self, generation_config, model_kwargs, mode)
+        if reason is None and cache is None and not compat.CHUNKS:
+            cache = compat.owned_cache(model)  # as the model itself makes it with the inputs of the first pass
         if reason is None and cache is None:
             reason = "layout: this model keeps its state in no Cache"
         if reason is None and compat.is_used(cache):
             reason = "cache_given: the cache that generate prepared is not empty"
         if reason is None and compat.is_quantized(cache) and getattr(generation_config, "prefill_chunk_size", None):
             reason = "mode: prefill_chunk_size with a quantized cache is not served yet"
+        return cache, reason
+
+    def _fill(self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool) -> None:
+        began = time.perf_counter()
+        cache, reason = self._cache_to_fill(model, generation_config, model_kwargs, mode, given)
+        mask = model_kwargs.get("attention_mask")
         if reason is not None or self.ids is None:
+            self.tokens = self._counted(mask)
             self.finish(miss(reason), 0)
             return
-        mask = model_kwargs.get("attention_mask")
         if not compat.cuts_ids(generation_config, mask, self.slots):
             self.finish(miss("mask: generate would feed again what is cached: give a mask as long as the prompt"), 0)
             return
         extras = compat.generation_inputs(model_kwargs)
-        compat.with_repeats(cache, compat.text_config(model))
+        compat.add_repeats(cache, compat.text_config(model))
         self.quantized = take_quantized(cache)
         try:
             lines = read_lines(self.ids, None if mask is None else mask[:: self.expansion])
@@ -189,22 +214,50 @@ class Call:
             self.finish(miss(f"inputs: {error}"), 0)
             return
         self.inputs = inputs
-        new = max(0, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
-        self.drafts = is_assisted(mode)
-        served = self.served = self.source.fill(
-            cache,
-            inputs,
-            guard=self.guard,
-            new_tokens=0 if self.drafts else new,  # drafts are cropped: no room
-        )
+        new = max(1, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
+        self.drafts, self.chunked = is_assisted(mode), bool(getattr(generation_config, "prefill_chunk_size", None))
+        room = 0 if self.drafts else new  # drafts are cropped: no room
+        served, apart = self._fill_agreed(cache, inputs, room)
+        self.served = served
         self.seconds = time.perf_counter() - began
         if self.drafts and served.snapshots:
             compat.empty_cache(cache)
             self.finish(miss("mode: assisted_generation with state that cannot be cut is not served yet"), 0)
         elif served.row is None:
+            if served.match and compat.is_owned(cache):
+                compat.hand_owned(model, cache, model_kwargs, served.cached, self.ids)
             self.finish(served.match, served.reused)
-        elif self.drafts or not self._is_kept(cache, served.held):
+        elif self.drafts or apart or not self._is_kept(cache, served.held):
             self._settle(cache, prove(model, cache, inputs, served.row), served)
+
+    def _fill_agreed(self, cache: Any, inputs: Inputs, room: int) -> tuple[Served, bool]:
+        """Fill the cache with what is stored, as far as other ranks have it; and whether the guard needs a pass."""
+        if self.agreement is None:
+            served = self.source.fill(cache, inputs, guard=self.guard, new_tokens=room, chunked=self.chunked)
+            return served, False
+        served, hoped = Served(miss(None)), 0
+        if compat.is_owned(cache):
+            return Served(miss("ranks: a model's own cache is not served to ranks that run together")), False
+
+        def offer(at_most: int) -> Offer:
+            nonlocal served, hoped
+            if served.held:
+                compat.empty_cache(cache)
+            served = self.source.fill(cache, inputs, guard=self.guard, new_tokens=room, at_most=at_most)
+            if served.snapshots:
+                compat.empty_cache(cache)
+                served = Served(miss("ranks: state that cannot be cut is not served to ranks that run together"))
+            watched, hoped = served.row is not None, max(hoped, served.held)
+            return Offer(served.held, watched, watched and not self._is_kept(cache, served.held))
+
+        agreed = self.agreement.reach(offer, len(inputs) - 1)
+        if hoped and not agreed.held:
+            compat.empty_cache(cache)
+            served = Served(miss("ranks: there is nothing that every rank can reuse"))
+        elif served.held < hoped:
+            reason = f"ranks: another rank can reuse {served.held} tokens"
+            served = replace(served, match=replace(served.match, reason=reason))
+        return served, agreed.apart
 
     def _fill_paired(
         self, model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, given: bool
@@ -268,7 +321,9 @@ class Call:
         self, model: Any, cache: Any, lines: Sequence[Line], extras: Mapping[str, Any], mask: torch.Tensor | None
     ) -> None:
         began, self.tokens = time.perf_counter(), sum(len(line.inputs) for line in lines)
-        if extras or compat.media_tokens(model):
+        if self.ranks is not None:
+            served = Served(miss("batch: ranks that run a model together are served one sequence at a time"))
+        elif extras or compat.media_tokens(model):
             served = Served(miss("batch: pictures are served one sequence at a time"))
         elif self.quantized and any(line.padding for line in lines):
             served = Served(miss("batch: padding, which is not stored, decides the scales of a quantized cache"))
@@ -316,14 +371,16 @@ class Call:
         """Report a hit that passed the guard, or take it back."""
         if self.served is None:
             return True
-        if objection is None:
+        agreed = self.agreement is None or self.agreement.agrees(objection is None)
+        if objection is None and agreed:
             self.finish(self.served.match, self.served.reused)
             if compat.cached_tokens(cache) == self.slots:
                 self._quantize(cache)
             return True
         compat.empty_cache(cache)
         self._quantize(cache)
-        self.finish(self.source.refuted(blamed, objection), 0)
+        elsewhere = miss("guard: another rank computes another row than the stored one")
+        self.finish(elsewhere if objection is None else self.source.refuted(blamed, objection), 0)
         return False
 
     def _quantize(self, cache: Any) -> None:
@@ -343,6 +400,14 @@ class Call:
         if self.positions and self.ids is not None:
             return self.ids.numel() + self.positions
         return self.slots if self.tokens is None else self.tokens
+
+    def _counted(self, mask: torch.Tensor | None) -> int | None:
+        """Tokens of the prompt without padding, where it has several lines."""
+        if self.ids is None or self.ids.dim() != 2 or self.ids.shape[0] == 1:
+            return None
+        if mask is None or mask.dim() != 2 or mask.shape[1] != self.slots:
+            return self.ids.numel()
+        return int((mask[:: self.expansion] != 0).sum())
 
     def finish(self, match: Match, reused: int) -> None:
         """Write the report and hand it to the source."""
@@ -370,6 +435,7 @@ class Call:
         model_kwargs = config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
         self.expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
         extras = {name: value for name, value in model_kwargs.items() if name not in compat.GENERATE_ARGUMENTS}
+        self.ranks = ranks_of(model, kwargs.get("synced_gpus"), self.ids)
         reason = obstacle(model, self, config, extras, config.get_generation_mode())
         if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             reason = _CACHE_GIVEN
@@ -377,6 +443,8 @@ class Call:
             reason = "mode: a quantized cache is not served here"
         if compat.is_encoder_decoder(model):
             reason = "seam: the steps of this encoder-decoder model's generate cannot be reached"
+        if self.ranks is not None:
+            reason = "ranks: ranks that run a model together are not served here"
         if len(args) > 1:
             reason = "inputs: arguments by position are not looked at here"
         arguments: dict[str, Any] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvkeep.errors import InvalidRequestError
+from kvkeep.errors import InvalidRequestError, UnsupportedRequestError
 from kvkeep.fingerprint import (
     HookWatch,
     LengthRule,
@@ -20,6 +20,7 @@ from kvkeep.fingerprint import (
 )
 from kvkeep.forks import renew_after_fork
 from kvkeep.keys import digest_fields, model_digest
+from kvkeep.ranks import ranks_of
 from kvkeep.records import Identity
 
 _Answer = TypeVar("_Answer")
@@ -27,7 +28,12 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A model as it was last hashed."""
+    """A model as it was last hashed.
+
+    Attributes:
+        own: what this rank has of a model that others run with it, in one digest; ``None`` if there are none.
+        stale: whether it has been seen to be otherwise now.
+    """
 
     watch: ModelWatch
     hooks: HookWatch
@@ -36,10 +42,15 @@ class _Known:
     length_rule: LengthRule | None
     fields: Mapping[str, str]
     answers: dict[Any, Any]  # what it was asked, and said
+    own: str | None = None
+    stale: bool = False
 
 
 class LiveIdentity:
     """What entries must have been computed with to be reused by this model. It does not keep the model alive.
+
+    Where other ranks run the model with this one, what this one computes depends on what the others have: all of them
+    hash at the same time, first and in :meth:`refresh`, and each has the digests of all in its identity.
 
     Args:
         model: the live model.
@@ -67,16 +78,17 @@ class LiveIdentity:
             raise InvalidRequestError("the model of this bind is gone; bind the store to the one you use now")
         return model
 
-    def model_or_none(self) -> Any | None:
-        """The live model, or ``None`` if it is gone."""
-        return self._model()
-
     def current(self) -> Identity:
-        """The identity as it is now; hashes again if the model has changed since the last call."""
+        """The identity as it is now; hashes again if the model has changed since the last call.
+
+        Raises:
+            UnsupportedRequestError: if it has, and other ranks run it, too.
+        """
         with self._mutex:
-            if self._known is None or self._known.hooks.changed() or self._known.watch.changed():
-                self._known = self._hash(self._known)
-            return self._known.identity
+            known = self._known
+            if known is None or known.stale or known.hooks.changed() or known.watch.changed():
+                known = self._known = self._hash() if known is None else self._again(known, known)
+            return known.identity
 
     def length_rule(self) -> LengthRule | None:
         """How the frequencies of the model, as it was last hashed, depend on the length."""
@@ -103,8 +115,50 @@ class LiveIdentity:
             self._known = self._hash()
             return self._known.identity
 
-    def _hash(self, known: _Known | None = None) -> _Known:
-        """Hash the model; with what was known before, the weights only if they differ from then."""
+    def recheck(self) -> Identity:
+        """Hash again because an entry and the model disagree, without a word to other ranks.
+
+        Raises:
+            UnsupportedRequestError: if the model has changed, and other ranks run it, too.
+        """
+        with self._mutex:
+            known = self._known
+            known = self._known = self._hash() if known is None else self._again(known)
+            return known.identity
+
+    def _again(self, known: _Known, trusted: _Known | None = None) -> _Known:
+        """Hash again without a word to other ranks: where there are such, this one must still have the same."""
+        if known.own is None and ranks_of(self.model(), None) is None:
+            return self._hash_own(trusted)
+        fresh = None if known.stale else self._hash(together=False)
+        if fresh is None or fresh.own != known.own:
+            self._known = replace(known, stale=True)
+            raise UnsupportedRequestError(
+                "the model has changed, and other ranks run it, too: call kv.refresh() on every one of them"
+            )
+        return replace(fresh, identity=known.identity, answers=known.answers)
+
+    def _hash(self, *, together: bool = True) -> _Known:
+        """Hash the model, and, where other ranks run it, too, with what they have, if they are asked ``together``."""
+        ranks, fresh = ranks_of(self.model(), None), None
+        if ranks is None:
+            return self._hash_own()
+        digests: list[bytes] = []
+        try:
+            fresh = self._hash_own()
+        finally:  # the others wait for it, whatever it is
+            if together:
+                digests = ranks.digests(bytes(16) if fresh is None else bytes.fromhex(fresh.identity.model))
+        if bytes(16) in digests:
+            raise UnsupportedRequestError("another rank that runs this model cannot hash it: see what it raised")
+        own = fresh.identity
+        told = [bytes.fromhex(own.weights), ranks.place.to_bytes(4, "little"), *digests]
+        weights = digest_fields("kvkeep/ranks/1", *told).hex()
+        model = model_digest(weights, own.config, own.adapters, own.dtypes)
+        return replace(fresh, identity=replace(own, weights=weights, model=model), own=own.model)
+
+    def _hash_own(self, known: _Known | None = None) -> _Known:
+        """Hash what is here; with what was known before, the weights only if they differ from then."""
         model = self.model()
         hooks = HookWatch(unwrap(model))
         if self._salt is None:

@@ -67,11 +67,12 @@ def manner_of(model: Any) -> Manner:
         return Manner(_OTHERWISE)
     media = frozenset().union(*compat.media_tokens(model).values(), unplaced)
     known = [one for one in range(min(_PROBE * 4, known_ids(model) or 1)) if one not in media]
+    length = _PROBE + compat.stretch_computed_at_once(compat.text_config(model))
     try:
-        probe = _probe(model, (known * _PROBE)[-_PROBE:])
+        probe = _probe(model, (known * length)[-length:])
         other = _probe(model, (known * _PROBE)[: _PROBE // 2])
         cache = empty_cache(model, probe)
-        whole = feed(model, cache, probe, 0, _PROBE, logits=True)
+        whole = feed(model, cache, probe, 0, length, logits=True)
         layers = len(compat.planned_layers(compat.text_config(model)))
     except torch.OutOfMemoryError:
         raise
@@ -80,7 +81,7 @@ def manner_of(model: Any) -> Manner:
     objection = _oddity(cache, layers, heard=probe.encoder is not None)
     if objection is not None:
         return Manner(objection)
-    if whole is None or whole.shape[1] != _PROBE:
+    if whole is None or whole.shape[1] != length:
         return Manner("gives no logits of all tokens, by which to ask it whether it goes on from a cache as it should")
     # A decoder is asked first whether it goes on without its encoder; it is fed several tokens at once in any case.
     ways = [(_PROBE // 2, False), (1, False)] if probe.encoder is None else [(_PROBE // 2, True), (_PROBE // 2, False)]
@@ -140,7 +141,7 @@ def _in_parts(
 
     With ``unheard``, the decoder is not given what the encoder made of its part with the other half.
     """
-    half = len(probe) // 2
+    half = len(probe) - _PROBE // 2
     cache, between = (empty_cache(model, probe) for _ in range(2))
     parts = [(0, feed(model, cache, probe, 0, half, logits=True))]
     feed(model, between, other, 0, len(other))

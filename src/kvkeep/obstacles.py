@@ -11,6 +11,7 @@ from kvkeep import compat
 from kvkeep.errors import UnsupportedRequestError
 from kvkeep.inputs import unknown_inputs
 from kvkeep.placement import shard_of
+from kvkeep.ranks import Ranks
 
 _ASSISTED = "assisted_generation"
 _PROVEN_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
@@ -43,6 +44,10 @@ class Asked(Protocol):
         """How many sequences come of each row."""
 
     @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that run the model together with this one."""
+
+    @property
     def heard(self) -> Mapping[str, Any] | None:
         """What an encoder is fed."""
 
@@ -73,6 +78,8 @@ def paired_obstacle(model: Any, call: Asked, generation_config: Any, mode: Any) 
         return "training: the model is in training mode"
     if getattr(generation_config, "use_cache", True) is False:
         return "use_cache: the call runs without a cache"
+    if call.ranks is not None:
+        return "ranks: an encoder is not put off for ranks that run a model together"
     unproven = _unproven(model, call, generation_config, str(getattr(mode, "value", mode)))
     if unproven is None and getattr(generation_config, "prefill_chunk_size", None):
         unproven = "prefill_chunk_size of an encoder-decoder model"
@@ -96,6 +103,8 @@ def obstacle(model: Any, call: Asked, generation_config: Any, model_kwargs: Mapp
     unproven = _unproven(model, call, generation_config, str(getattr(mode, "value", mode)))
     if unproven is not None:
         return f"mode: {unproven} is not served yet"
+    if call.ranks is not None and compat.media_tokens(model):
+        return "ranks: a model that sees is not served to ranks that run it together"
     if unknown := unknown_inputs(model, compat.generation_inputs(model_kwargs)):
         return f"inputs: {', '.join(unknown)} are not served"
     if call.ids is None or call.ids.dim() != 2 or call.ids.dtype not in (torch.int64, torch.int32):
@@ -108,8 +117,10 @@ def obstacle(model: Any, call: Asked, generation_config: Any, model_kwargs: Mapp
 
 def _unproven(model: Any, call: Asked, generation_config: Any, mode: str) -> str | None:
     """The name of what this call asks for that is not proven to be right with a stored prefix."""
-    if shard_of(model) is not None or call.arguments.get("synced_gpus"):
-        return "a group of ranks, which must agree on what they reuse,"
+    if call.ranks is None and shard_of(model) is not None:
+        return "a group of ranks that cannot be told"
+    if call.ranks is not None and (mode == _ASSISTED or getattr(generation_config, "prefill_chunk_size", None)):
+        return "a number of passes that ranks that run a model together may count otherwise"
     if mode not in _PROVEN_MODES or (mode == _ASSISTED and not _drafts_alone(model, call, generation_config)):
         return mode
     for argument in _UNPROVEN_ARGUMENTS:

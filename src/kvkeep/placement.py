@@ -49,12 +49,26 @@ def shard_of(model: nn.Module) -> tuple[int, int] | None:
     """(size, rank) of this process in the group that shares the model's tensors, or ``None`` if it has them whole."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh.size() > 1:
-            return int(mesh.size()), int(mesh.mesh.flatten().tolist().index(torch.distributed.get_rank()))
+    for mesh in meshes_of(model)[:1]:
+        return int(mesh.size()), int(mesh.mesh.flatten().tolist().index(torch.distributed.get_rank()))
     size = int(getattr(model, "_tp_size", None) or 1)
     return (size, torch.distributed.get_rank() % size) if size > 1 else None
+
+
+def gathers_weights(model: nn.Module) -> bool:
+    """Whether the weights are whole within a pass alone (FSDP, DeepSpeed's ZeRO-3): they change with every pass."""
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if names & {"FSDPModule", "FullyShardedDataParallel"}:
+        return True
+    return any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
+
+
+def meshes_of(model: nn.Module) -> list[Any]:
+    """The meshes of ranks that the model's tensors are spread over."""
+    own = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    if not any(own) and int(getattr(model, "_tp_size", None) or 1) > 1:
+        own = [getattr(model, "_device_mesh", None)]
+    return [mesh for mesh in dict.fromkeys(own) if mesh is not None and mesh.size() > 1]
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

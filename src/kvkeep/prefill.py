@@ -57,7 +57,8 @@ def prefill(
 
 def empty_cache(model: Any, inputs: Inputs) -> Any:
     """An empty cache for these inputs that keeps every row of every layer."""
-    own = compat.complete_cache(compat.text_config(model))
+    own = compat.owned_cache(model)
+    own = compat.complete_cache(compat.text_config(model)) if own is None else own
     return own if inputs.encoder is None else compat.paired(own)
 
 
@@ -124,6 +125,7 @@ def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits
         if not compat.media_tokens(model):
             device = input_device(model)
             arguments = {compat.forward_cache_argument(model): cache, "use_cache": True, **once}
+            arguments |= compat.owned_positions(cache, begin, end, device)
             if compat.takes(model, "position_ids"):  # as generate does; some models would count from 0 again
                 arguments["position_ids"] = torch.arange(begin, end, device=device)[None]
             return _logits(model(input_ids=inputs.tensor(device, begin, end), **arguments))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ _OWN_OPTIONS = frozenset(
     {"conversation", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"}
     | {"padding", "truncation", "max_length"}
 )
+
+
+class Templating(TypedDict, total=False):
+    """What goes to the chat template, as ``apply_chat_template`` takes it."""
+
+    tools: Sequence[Any] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

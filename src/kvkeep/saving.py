@@ -30,6 +30,7 @@ from kvkeep.lines import Line
 from kvkeep.manner import manner_of
 from kvkeep.prefill import CHUNK, check_known, feed, prefill, with_encoder
 from kvkeep.prefixes import uncut
+from kvkeep.ranks import Ranks, ranks_of
 from kvkeep.records import Entry
 from kvkeep.storage.entries import Draft
 
@@ -56,10 +57,12 @@ def warm(
 ) -> Entry:
     """Prefill and store these inputs, unless they are stored already; one process does it, the others wait for it.
 
-    State that is valid behind one token only is kept before the last one: so it serves this very prompt, too.
+    State that is valid behind one token only is kept before the last one: so it serves this very prompt, too. Ranks
+    that run the model together all do it, unless each of them has it stored.
     """
-    if any(plan.snapshot for plan in live.asked(plans_of)):
-        inputs = inputs.first(uncut(inputs.media, len(inputs) - 1) or len(inputs))
+    if (ranks := ranks_of(live.model(), None)) is not None:
+        return _warm_together(ranks, store, live, tokenizer, inputs, progress)
+    inputs = _before_state(live, inputs)
     key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
     entry = store.get(key.hash)
     if entry is None:
@@ -68,6 +71,37 @@ def warm(
             # Whoever held the lock before may just have stored it.
             entry = store.get(key.hash) or _prefill(store, key, live, tokenizer, inputs, progress)
     return entry
+
+
+def _before_state(live: LiveIdentity, inputs: Inputs) -> Inputs:
+    """The inputs without the last token, where state is kept that is valid behind one token only."""
+    snapshots = any(plan.snapshot for plan in live.asked(plans_of))
+    return inputs.first(uncut(inputs.media, len(inputs) - 1) or len(inputs)) if snapshots else inputs
+
+
+def _warm_together(
+    ranks: Ranks,
+    store: CacheStore,
+    live: LiveIdentity,
+    tokenizer: Any,
+    inputs: Inputs,
+    progress: Callable[[int, int], None] | None,
+) -> Entry:
+    entry, ready = None, False
+    try:
+        inputs = _before_state(live, inputs)
+        key = entry_key(inputs.prefix, live.current(), store.namespace_digest)
+        entry = store.get(key.hash)
+        if entry is None:
+            store.check_writable()
+        ready = True
+    finally:  # another rank waits for the answer, whatever it is
+        stored, all_ready = ranks.least([entry is not None, ready])
+    if entry is not None and stored:
+        return entry
+    if not all_ready:
+        raise UnsupportedRequestError("another rank that runs this model cannot store: see what it raised")
+    return _prefill(store, key, live, tokenizer, inputs, progress)
 
 
 def _prefill(
@@ -277,9 +311,13 @@ def _plans(live: LiveIdentity, length: int) -> tuple[LayerPlan, ...]:
 
 
 def _chunk(live: LiveIdentity, length: int) -> int:
-    """Tokens a forward pass: all of them where the first ones need the frequencies that the last ones switch on."""
+    """Tokens a forward pass: all of them where the first ones need the frequencies that the last ones switch on.
+
+    So, too, where several tokens fed behind others would not see the state that these left.
+    """
     rule = live.length_rule()
-    return CHUNK if rule is None or length <= rule.switch else length
+    whole = (rule is not None and length > rule.switch) or live.asked(manner_of).singly
+    return length if whole else CHUNK
 
 
 def _objection(

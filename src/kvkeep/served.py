@@ -55,8 +55,21 @@ class Source(Protocol):
     guard: bool
     """Whether calls are guarded that do not say so themselves."""
 
-    def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0) -> Served:
-        """Fill an empty cache with as much as is stored of a prompt that so many new tokens are going to follow."""
+    def fill(
+        self,
+        cache: Any,
+        inputs: Inputs,
+        *,
+        guard: bool,
+        new_tokens: int = 0,
+        at_most: int | None = None,
+        chunked: bool = False,
+    ) -> Served:
+        """Fill an empty cache with as much as is stored of a prompt that so many new tokens are going to follow.
+
+        With ``at_most`` with no more tokens than that, and without any pass of the model, which others wait for. With
+        ``chunked`` the rest of the prompt is going to be fed in several passes.
+        """
 
     def fill_lines(self, cache: Any, lines: Sequence[Line], *, copies: int, guard: bool) -> Served:
         """Fill an empty cache of several lines, each with padding before it, and each so many times."""

@@ -25,6 +25,7 @@ from kvkeep.lines import Line
 from kvkeep.manner import manner_of, places_by_mask
 from kvkeep.matching import can_trim
 from kvkeep.prefill import feed
+from kvkeep.ranks import ranks_of
 from kvkeep.records import GenerateReport, Identity, Match
 from kvkeep.served import Served, miss
 from kvkeep.storage.entries import EntryFile
@@ -39,6 +40,8 @@ _ROOM = 256
 
 _STEP_COST = 8
 """Tokens of a prefill that take about as long as one token fed alone."""
+
+_AHEAD = "ranks: nothing is computed ahead of generate where other ranks run the model, too"
 
 _NAMED = 5
 """How many configuration fields a reason names."""
@@ -96,12 +99,24 @@ class Serving:
         except (EntryError, OSError) as error:
             return miss(f"damaged: {error}")
 
-    def fill(self, cache: Any, inputs: Inputs, *, guard: bool, new_tokens: int = 0, form: str = "exact") -> Served:
+    def fill(
+        self,
+        cache: Any,
+        inputs: Inputs,
+        *,
+        guard: bool,
+        new_tokens: int = 0,
+        form: str = "exact",
+        at_most: int | None = None,
+        chunked: bool = False,
+    ) -> Served:
         """Fill an empty cache with the longest stored prefix of a prompt, at most all but the last token.
 
         For the guard, the cache gets one token fewer, and that token's stored rows come along. Of a prompt with an
         encoder, its part of the cache is filled, too, even where that is all there is. Where new tokens will
-        follow, layers that grow get room for the rest of the prompt and for ``new_tokens`` more, within reason.
+        follow, layers that grow get room for the rest of the prompt and for ``new_tokens`` more, within reason. With
+        ``at_most`` it is filled with no more tokens than that, and nothing is fed to the model. With ``chunked`` the
+        rest of the prompt is going to be fed in several passes.
         """
         model, total, served = self._live.model(), len(inputs), Served(miss(None))
 
@@ -131,11 +146,11 @@ class Serving:
             refused, obstacle = self._refused(total), self._obstacle(total)
             if refused is not None:
                 return Served(miss(refused))
-            limit = _limit(inputs)
+            limit = _limit(inputs) if at_most is None else min(_limit(inputs), at_most + guard)
             match = self._store.serve(identity, inputs.prefix, limit=limit, use=use, obstacle=obstacle, form=form)
             match = self._named(match, identity, inputs)
             match, served = self._unheard(match, served, total)
-            steps = self._steps(served, total) if match and new_tokens else 0
+            steps = self._steps(served, total) if match and new_tokens and at_most is None else 0
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             compat.empty_cache(cache)
             return Served(miss(f"identity: {error}"))
@@ -150,11 +165,9 @@ class Serving:
         if guard and served.row is None and match.tokens == 1 and not served.snapshots and inputs.encoder is None:
             compat.empty_cache(cache)
             return Served(miss("guard: a single token is stored, and one must be computed again"))
-        if steps * _STEP_COST > served.held:
+        if new_tokens and (why := self._unfit(cache, served, steps, chunked=chunked)) is not None:
             compat.empty_cache(cache)
-            return Served(
-                miss(f"layout: {type(model).__name__} goes on from a cache one token at a time, {steps} times")
-            )
+            return Served(miss(f"layout: {type(model).__name__} {why}"))
         for at in range(served.held, served.held + steps):
             feed(model, cache, inputs, at, at + 1)
         return replace(served, match=match, cached=served.held + steps, reused=served.held)
@@ -206,6 +219,15 @@ class Serving:
         """How many tokens of the prompt must be fed one by one before ``generate`` feeds the last."""
         between = total - 1 - served.held
         return between if between and served.snapshots and self._live.asked(manner_of).singly else 0
+
+    def _unfit(self, cache: Any, served: Served, steps: int, *, chunked: bool) -> str | None:
+        """Why the model cannot go on from a filled cache, or not in less time than it takes to compute it."""
+        if steps * _STEP_COST > served.held:
+            return f"goes on from a cache one token at a time, {steps} times"
+        if chunked and served.snapshots and self._live.asked(manner_of).singly:
+            # Without a store, later chunks do not see the state that the first one left: no hit is to differ from that.
+            return "goes on from a cache one token at a time, and prefill_chunk_size feeds several"
+        return self._live.asked(manner_of).objection if compat.is_owned(cache) else None
 
     def _named(self, match: Match, identity: Identity, inputs: Inputs) -> Match:
         """A miss because of another configuration, with the names of what differs in it."""
@@ -269,6 +291,13 @@ class Serving:
             compat.place(model, ids, {**inputs.values, **inputs.types}, after=held)
         return held
 
+    def load_lines(self, cache: Any, lines: Sequence[Line]) -> int:
+        """Fill an empty cache with what is stored of several lines, up to one slot; the slots, 0 on a miss."""
+        served = self.fill_lines(cache, lines, copies=1, guard=False)
+        if (served.match.reason or "").startswith(("layout", "batch")):
+            log.warning("kvkeep: nothing was loaded: %s", served.match.reason)
+        return served.held
+
     def arguments(self, inputs: Inputs, *, guard: bool) -> tuple[dict[str, Any], Served]:
         """What ``generate`` takes beside the ids, with a filled cache where it cannot be reached from inside."""
         model = self._live.model()
@@ -276,6 +305,10 @@ class Serving:
         if inputs.encoder is not None:
             return self._paired_arguments(model, inputs, inputs.encoder, guard=guard)
         whole = {**inputs.values, **inputs.types}
+        if ranks_of(model, None) is not None:
+            return whole, Served(miss(_AHEAD))
+        if compat.owned_class(compat.text_config(model)) is not None:
+            return whole, Served(miss("layout: a model's own cache is handed over within generate alone"))
         cache = compat.dynamic_cache(compat.text_config(model))
         served = self.fill(cache, inputs, guard=guard)
         objection = None if served.row is None else prove(model, cache, inputs, served.row)
@@ -303,6 +336,8 @@ class Serving:
     ) -> tuple[dict[str, Any], Served]:
         ids = inputs.tensor(input_device(model))
         whole = {**(encoder.values or {}), "decoder_input_ids": ids}
+        if ranks_of(model, None) is not None:
+            return whole, Served(miss(_AHEAD))
         cache = compat.paired(compat.dynamic_cache(compat.text_config(model)))
         served = self.fill(cache, inputs, guard=guard)
         if served.row is not None:  # asked of a copy: the token may be the last, which is left to generate
@@ -320,7 +355,7 @@ class Serving:
         """Take back what was served, because the model computes otherwise: it has changed, or the entry is wrong."""
         entry = served.match.entry
         try:
-            if entry is None or self._live.refresh() != entry.identity:
+            if entry is None or self._live.recheck() != entry.identity:
                 log.warning("kvkeep: the model was changed unseen (%s); it has been hashed again", why)
                 return miss(f"guard: {why}; the model was changed after it was checked, or in a way that no check saw")
             self._store.refute(entry.key, f"guard: {why}", served.file)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.capacity import Capacity
 from kvkeep.catalog import Catalog, Obstacle
+from kvkeep.collection import GRACE, QUARANTINE_DAYS, Collection, Collector
 from kvkeep.entry_format import Header
 from kvkeep.errors import (
     EntryDamagedError,
@@ -21,13 +25,18 @@ from kvkeep.errors import (
     InvalidRequestError,
     StoreNotFoundError,
     StoreReadOnlyError,
+    StoreWriteError,
 )
+from kvkeep.eviction import EvictionPolicy, PolicyName, policy_of
 from kvkeep.keys import TokenIds, namespace_digest
 from kvkeep.prefixes import Prefix, before_tokens, shared_with_media
 from kvkeep.records import Entry, GenerateReport, Identity, Match
-from kvkeep.settings import OnError, Verify, default_store_path
+from kvkeep.settings import Durability, OnError, Verify, default_store_path, parse_size
 from kvkeep.storage import skeleton
+from kvkeep.storage.batch import Batch
+from kvkeep.storage.budget import Limits
 from kvkeep.storage.entries import Draft, EntryFile, EntryFiles
+from kvkeep.storage.fileio import changing
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.index import Row
 from kvkeep.storage.journal import Journal
@@ -39,6 +48,8 @@ if TYPE_CHECKING:
     from kvkeep.bound import BoundStore
 
 log = logging.getLogger("kvkeep")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 ATTEMPTS = 8
 """How many entries a lookup may lose to damage or removal before it gives up; each loss is remembered."""
@@ -61,6 +72,16 @@ class CacheStore:
         strict_identity: make an entry that another attention kernel computed a miss. Without it, kernels that
             transformers ships serve each other: the same numbers, rounded differently.
         lock_timeout: seconds to wait for another process that prefills the same prefix.
+        max_bytes: what all entries together may take, in bytes or as ``"10GiB"`` or ``"500MB"``: storing evicts what is
+            over it. ``None`` means what the store itself says (``kvkeep init --max-bytes``), or no limit.
+        min_free: what the volume keeps free, of which at most a tenth of it counts; below it storing evicts, or is
+            refused.
+        quota: what the entries of each namespace may take, so that no tenant flushes the others; else as ``max_bytes``.
+        durability: what a power cut may take of what was stored; what is served is right in any case. ``"full"``:
+            nothing, for an entry is on the medium before its row. ``"batch"``: the last 64 entries or 5 seconds, which
+            are brought there together, and by :meth:`flush`. ``"none"``: what the system had not written by itself.
+        eviction: who goes first: ``"lru"`` the one unused the longest, ``"cost"`` the one whose bytes save the least
+            work, or an :class:`~kvkeep.eviction.EvictionPolicy` of your own.
 
     Raises:
         StoreNotFoundError: if the directory is absent and ``readonly`` is set.
@@ -83,11 +104,21 @@ class CacheStore:
         on_error: OnError = "miss",
         strict_identity: bool = False,
         lock_timeout: float = 600.0,
+        max_bytes: int | str | None = None,
+        min_free: int | str = "1GiB",
+        quota: int | str | None = None,
+        eviction: PolicyName | EvictionPolicy = "lru",
+        durability: Durability = "full",
     ) -> None:
         if verify not in ("first", "always", "never"):
             raise InvalidRequestError(f"verify must be 'first', 'always' or 'never', not {verify!r}")
         if on_error not in ("miss", "raise"):
             raise InvalidRequestError(f"on_error must be 'miss' or 'raise', not {on_error!r}")
+        if durability not in ("full", "batch", "none"):
+            raise InvalidRequestError(f"durability must be 'full', 'batch' or 'none', not {durability!r}")
+        policy, floor = policy_of(eviction), parse_size(min_free, "min_free")
+        budget = None if max_bytes is None else parse_size(max_bytes, "max_bytes")
+        share = None if quota is None else parse_size(quota, "quota")
         self.path = Path(path) if path is not None else default_store_path()
         self.namespace = namespace
         self.namespace_digest = namespace_digest(namespace)
@@ -95,15 +126,33 @@ class CacheStore:
         self.on_error = on_error
         self.strict_identity = strict_identity
         self.lock_timeout = lock_timeout
-        if not readonly:
-            skeleton.init(self.path, shared=shared)
-        found = skeleton.check(self.path, readonly=readonly)
-        self._directory = Directory(self.path, readonly=readonly, shared=found.shared)
+        with skeleton.opening(self.path):
+            if not readonly:
+                skeleton.init(self.path, shared=shared)
+            found = skeleton.check(self.path, readonly=readonly)
+            self._directory = Directory(self.path, readonly=readonly, shared=found.shared, sync=durability == "full")
         self._files = EntryFiles(self._directory, verify=verify)
         self.journal = Journal(self._directory)
         self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged)
         self._locks = KeyLocks(self._directory)
         self._refs = Refs(self._directory)
+        self._capacity = Capacity(
+            self._directory,
+            self._files,
+            self._catalog,
+            refs=self._refs,
+            journal=self.journal,
+            limits=Limits(
+                max_bytes=budget if budget is not None else found.max_bytes,
+                quota=share if share is not None else found.quota,
+                min_free=floor,
+            ),
+            policy=policy,
+        )
+        self._batch: Batch | None = None
+        if durability == "batch" and not readonly:
+            self._batch = Batch(self._files, add=self._capacity.add, forget=self._catalog.forget)
+            weakref.finalize(self, self._batch.flush_quietly)  # also at exit, while the directory is still open
 
     def __repr__(self) -> str:
         return f"CacheStore({str(self.path)!r})"
@@ -209,19 +258,66 @@ class CacheStore:
     def remove(self, key: str) -> bool:
         """Remove an entry and the names that point at it. Whoever reads it right now reads it to the end."""
         self.check_writable()
-        for ref in self._refs.all():
-            if ref.key == key:
-                self._refs.remove(ref.name)
+        with changing(self.path):
+            for ref in self._refs.all():
+                if ref.key == key:
+                    self._refs.remove(ref.name)
+        if self._batch is not None:
+            self._batch.drop(key)
         self._catalog.forget(key)
         return self._files.remove(key)
 
     def name(self, entry: Entry, name: str, *, pin: bool = False, ttl: float | None = None) -> Entry:
-        """Point a name at an entry; a name points at one entry, the latest."""
+        """Point a name at an entry; a name points at one entry, the latest.
+
+        Raises:
+            EntryNotFoundError: the entry is not there, or was evicted before it had the name.
+        """
         self.check_writable()
         now = int(time.time())
         expires = None if ttl is None else int(now + ttl)
         self._refs.put(Ref(name=name, key=entry.key, pin=pin, expires=expires, created=now))
+        if not self._files.is_there(entry.key):  # asked after the name is there, as whoever evicts does the reverse
+            raise EntryNotFoundError(f"the entry {entry.key} is not there any more: store it again, and name that")
         return replace(entry, names=tuple(sorted({*entry.names, name})))
+
+    def gc(
+        self, *, dry_run: bool = False, grace: float = GRACE, quarantine_days: float = QUARANTINE_DAYS
+    ) -> Collection:
+        """Remove what has expired, what killed processes left behind, and what is over the limits.
+
+        Safe beside other processes that read and write.
+
+        Args:
+            dry_run: remove nothing, and say what would go.
+            grace: seconds that a file nobody accounts for is left alone, because it may be in the making.
+            quarantine_days: days that damaged entries are kept to be looked at.
+
+        Raises:
+            StoreReadOnlyError: if this store never writes, and it is no dry run.
+        """
+        if not dry_run:
+            self.check_writable()
+        with changing(self.path):
+            return Collector(
+                self._directory,
+                self._catalog,
+                self._refs,
+                self._capacity,
+                grace=grace,
+                quarantine_days=quarantine_days,
+                dry_run=dry_run,
+            ).collect()
+
+    def flush(self) -> None:
+        """Make durable what was stored with ``durability="batch"``, and let other processes find it.
+
+        Raises:
+            StoreWriteError: an entry could not be made durable, and is gone.
+        """
+        if self._batch is not None:
+            with changing(self.path):
+                self._batch.flush()
 
     def check_writable(self) -> None:
         """Raise StoreReadOnlyError if this store never writes."""
@@ -306,21 +402,41 @@ class CacheStore:
             yield held
 
     def put(self, draft: Draft) -> Entry:
-        """Store an entry: file first, durable, then its index row. The first one published under a key stays.
+        """Store an entry, as durable as the store makes it: file first, then its row. The first one under a key stays.
+
+        What the limits then ask for is evicted: never this entry, and no more than they ask for.
 
         Raises:
+            StoreFullError: it does not fit beside what must stay, and nothing was stored.
             StoreReadOnlyError, StoreWriteError: nothing was stored.
         """
         self.check_writable()
         began = time.perf_counter()
-        header, published = self._files.put(draft)
+        header, published = self._write(draft)
         if not published and (stored := self.get(header.meta.key.hash)) is not None:
             return stored
         row = Row.from_header(header, b"".join(draft.chain))
-        self._catalog.add(row)
+        if self._batch is None:
+            self._capacity.add(row)
+        else:
+            self._catalog.hold(row)
+            self._batch.put(row)
         if published:
             self.journal.stored(row.nbytes, time.perf_counter() - began)
-        return _entry(row, self._names().get(row.key, ()))
+        names: tuple[str, ...] = ()
+        with suppress(OSError):  # it is stored, and only its names cannot be read
+            names = self._names().get(row.key, ())
+        return _entry(row, names)
+
+    def _write(self, draft: Draft) -> tuple[Header, bool]:
+        """Write an entry's file; where the volume is found full, evict once and try once more."""
+        try:
+            return self._files.put(draft, admit=self._capacity.admit)
+        except StoreWriteError as error:
+            if error.errno not in _FULL or not self._capacity.relieve(self._files.size_of(draft)):
+                raise
+            log.warning("kvkeep: the volume of %s is full; entries were evicted for a new one", self.path)
+        return self._files.put(draft)
 
 
 def _check_echo(file: EntryFile, identity: Identity, namespace: str, prefix: Prefix, tokens: int, form: str) -> None:
@@ -354,7 +470,7 @@ def _entry(row: Row, names: tuple[str, ...]) -> Entry:
     )
 
 
-def open_existing(path: str | os.PathLike[str] | None, *, readonly: bool = False) -> CacheStore:
+def open_existing(path: str | os.PathLike[str] | None, *, readonly: bool = False, **settings: Any) -> CacheStore:
     """Open a store that must already be there, as the command does.
 
     Raises:
@@ -363,4 +479,4 @@ def open_existing(path: str | os.PathLike[str] | None, *, readonly: bool = False
     where = Path(path) if path is not None else default_store_path()
     if not where.is_dir():
         raise StoreNotFoundError(f"there is no store at {where}; `kvkeep init` makes one")
-    return CacheStore(where, readonly=readonly)
+    return CacheStore(where, readonly=readonly, **settings)

@@ -22,7 +22,7 @@ def test_help_names_every_command_and_the_exit_codes():
     named = [
         line.split()[0] for line in result.stdout.partition("Commands:\n")[2].splitlines() if line.startswith("  ")
     ]
-    assert named[: len(COMMANDS)] == ["demo", "init", "warm", "ls", "inspect", "verify", "rm", "stats", "bench"]
+    assert named[: len(COMMANDS)] == ["demo", "init", "warm", "ls", "inspect", "verify", "gc", "rm", "stats", "bench"]
     assert "  130  ended with Ctrl-C\n" in result.stdout
 
 
@@ -42,7 +42,10 @@ def test_an_unknown_command_is_a_wrong_request():
     assert CliRunner().invoke(main, ["lss"]).exit_code == 2
 
 
-@pytest.mark.parametrize("words", [["ls"], ["inspect", "x"], ["verify"], ["rm", "x", "--yes"], ["stats"], ["warm"]])
+@pytest.mark.parametrize(
+    "words",
+    [["ls"], ["inspect", "x"], ["verify"], ["rm", "x", "--yes"], ["gc"], ["gc", "--dry-run"], ["stats"], ["warm"]],
+)
 def test_no_store(kvkeep, tmp_path, words):
     result = kvkeep(*words)
     expected = f"kvkeep: there is no store at {tmp_path / 'store'}; `kvkeep init` makes one\n"
@@ -135,7 +138,16 @@ def test_a_table_on_a_terminal(store, start):
 
 @pytest.mark.parametrize(
     "words",
-    [["ls"], ["ls", "--format", "json"], ["inspect", "two"], ["verify"], ["stats"], ["rm", "one", "--yes"], ["init"]],
+    [
+        ["ls"],
+        ["ls", "--format", "json"],
+        ["inspect", "two"],
+        ["verify"],
+        ["stats"],
+        ["rm", "one", "--yes"],
+        ["gc"],
+        ["init"],
+    ],
     ids=" ".join,
 )
 def test_what_needs_no_model_imports_no_torch(store, words):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from entry_drafts import full, sample
@@ -15,30 +12,9 @@ from entry_drafts import full, sample
 from kvkeep.errors import StoreWriteError
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
+from kvkeep.testing.faults import failing
 
-CALLS = ("open", "mkdir", "link", "unlink", "fsync", "pwrite", "preadv", "ftruncate", "posix_fallocate", "fchmod")
-CALLS += ("close", "stat", "fstat", "chmod", "replace")
 ONE = sample([full("BF16", room=30)], end=300)
-
-
-@contextmanager
-def failing(at: int, number: int) -> Iterator[list[str]]:
-    """Let the call number ``at`` fail; yields the names of the calls so far."""
-    made: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            real = getattr(os, name)
-
-            def call(*args: Any, _real: Any = real, _name: str = name, **options: Any) -> Any:
-                made.append(_name)
-                if len(made) == at:
-                    if _name == "close":
-                        _real(*args)  # the descriptor is gone all the same
-                    raise OSError(number, os.strerror(number))
-                return _real(*args, **options)
-
-            patch.setattr(os, name, call)
-        yield made
 
 
 def steps(root: Path) -> list[str]:
@@ -51,6 +27,8 @@ def steps(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, errno.EACCES])
+@pytest.mark.requirement("R3")
+@pytest.mark.requirement("R14", part=True)
 def test_any_call_of_a_put_may_fail_once(tmp_path: Path, number: int) -> None:
     made = steps(tmp_path / "counted")
     assert {"link", "fsync", "pwrite", "ftruncate", "posix_fallocate", "fchmod", "mkdir", "unlink"} <= set(made)
@@ -77,6 +55,7 @@ def test_any_call_of_a_put_may_fail_once(tmp_path: Path, number: int) -> None:
     assert refused > len(made) / 3, "too many failures made no difference"
 
 
+@pytest.mark.requirement("R3")
 def test_descriptors_do_not_leak(tmp_path: Path) -> None:
     made = steps(tmp_path / "counted")
     files = EntryFiles(Directory(tmp_path / "counted"))

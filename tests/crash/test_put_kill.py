@@ -138,6 +138,7 @@ def put_works(root: Path, seed: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("by_chance", [RANDOM_KILLS, pytest.param(5 * RANDOM_KILLS, marks=pytest.mark.slow)])
+@pytest.mark.requirement("R1")
 def test_a_killed_put_leaves_entries_whole_or_absent(tmp_path: Path, by_chance: int) -> None:
     (tmp_path / "entries").mkdir()
     kills = [*STOPS, *[None] * by_chance]

@@ -11,6 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize("rounds", [25, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.requirement("R1")
 def test_a_killed_warm_leaves_entries_whole_or_absent(tmp_path: Path, rounds: int) -> None:
     parent = Path(__file__).with_name("warming_parent.py")
     command = [sys.executable, str(parent), str(tmp_path / "store"), str(rounds)]

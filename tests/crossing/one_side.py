@@ -21,6 +21,7 @@ from kvkeep import CacheStore
 
 STORED, PROMPT, VOCABULARY = 40, 44, 320
 START = 1
+_AROUND_ATTENTION = ["mamba", "attention", "mamba"]
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
 
 _SIZE: dict[str, Any] = {
@@ -47,6 +48,15 @@ _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _HALF = {"layers": 3, "attention_heads": 4, "ffn_dim": 96}
 _LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+_MAMBA = {"state_size": 8, "num_hidden_layers": 3}
+_HEADS_OF_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "num_hidden_layers": 3,
+}
 
 _HALVES = {
     "d_model": 64,
@@ -89,6 +99,50 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 1, 0]}),
     "stablelm": ("StableLm", {"partial_rotary_factor": 0.5}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    # the older brings a cache of its own for these
+    "bamba": ("Bamba", {**_HEADS_OF_MAMBA, "attn_layer_indices": [1]}),
+    "falcon_h1": ("FalconH1", {**_HEADS_OF_MAMBA, "mamba_d_ssm": 128}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {**_HEADS_OF_MAMBA, **_LOCAL_EXPERTS, "shared_intermediate_size": 48, "layer_types": _AROUND_ATTENTION},
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
+    "mamba": ("Mamba", {**_MAMBA}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "zamba": (
+        "Zamba",
+        {
+            "num_hidden_layers": 6,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "mamba_d_state": 8,
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "use_mamba_kernels": False,
+        },
+    ),
     "bart": ("Bart", {**_HALVES, "init_std": 0.3}),
     "t5": ("T5", {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 4, "num_heads": 4}),
     "whisper": ("Whisper", {**_HALVES, "init_std": 0.3, "num_mel_bins": 8, "max_source_positions": 50}),
@@ -106,8 +160,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma2, default attention": ("Gemma2", {**_WINDOW}),
+    "falcon_mamba": ("FalconMamba", {**_MAMBA}),
+    "mamba2": ("Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 16, "chunk_size": 16}),
     "gpt_oss, another limit": ("GptOss", {**_WINDOW, **_LOCAL_EXPERTS, "swiglu_limit": 1.0}),
 }
+KEEP_STATE = frozenset(
+    {
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2",
+        "mamba",
+        "mamba2",
+        "qwen3_next",
+        "zamba",
+    }
+)
+"""Models with state that is valid behind one token alone: it is stored before the last one."""
 _TEXT_CONFIG = {"Gemma3"}
 PAIRED = {"bart": 12, "t5": 12, "whisper": 50}
 """Models with an encoder, and the positions of its output for what it is fed here."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_side import MODELS, PROMPT, STORED
+from one_side import KEEP_STATE, MODELS, PROMPT, STORED
 
 ROOT = Path(__file__).parents[2]
 OFF = 1e-3
@@ -24,8 +24,10 @@ OFF = 1e-3
 
 NOT_CROSSING = {
     "deepseek_v3": "config (computed by): the older keeps keys and values, the newer what they are made of",
+    "falcon_mamba": "config (backbone.layers.0.mixer.b_c_rms): the newer has modules where the older has buffers",
     "gemma2, default attention": "config (attn_implementation): the older runs sdpa, which leaves out the soft cap",
     "gpt_oss, another limit": "config (swiglu_limit): the older shows the setting, and does not obey it",
+    "mamba2": "config (computed by): the older computes otherwise",
 }
 """Models whose KV differs between the versions, with the part of identity and the field that says so."""
 
@@ -81,9 +83,10 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_an_entry_of_the_other_version_is_a_hit(crossed: dict[str, Any], name: str, direction: str) -> None:
     written, read = (side[name] for side in crossed[direction])
     assert read["identity"] == written["identity"]
-    assert written["tokens"] == STORED
-    assert (read["tokens"], read["reason"]) == (STORED, None)
-    # The guard computes the last stored token again.
+    stored = STORED - (name in KEEP_STATE)
+    assert written["tokens"] == stored
+    assert (read["tokens"], read["reason"]) == (stored, None)
+    # The guard computes the last stored token again; where there is state, that was left out when it was stored.
     assert read["guard"] is True
     assert (read["reused"], read["report"]) == (STORED - 1, None)
     assert read["off"] <= OFF
@@ -114,6 +117,9 @@ def test_the_table_names_models_that_are_tested() -> None:
         "bart",
         "t5",
         "whisper",
+        "jamba",
+        "mamba",
+        "qwen3_next",
         "llama",
         "mistral",
         "qwen2",

@@ -235,6 +235,37 @@ def test_a_listing_of_layers_that_are_all_full_says_nothing_unless_there_is_a_wi
     assert fingerprint_model(model).config != bare
 
 
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "granitemoehybrid", "mamba"])
+def test_a_state_that_one_version_rounds_is_another_where_there_is_rounding(name: str) -> None:
+    model = make(name)
+    assert "computed by" not in config_fields(model)
+    assert config_fields(model.to(torch.bfloat16))["computed by"] == ("newer" if NEWER else "older")
+
+
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "qwen3_next"])
+def test_a_state_that_no_version_rounds_is_the_same(name: str) -> None:
+    assert "computed by" not in config_fields(make(name).to(torch.bfloat16))
+
+
+def test_no_limit_of_steps_is_none_and_kinds_of_layers_have_one_name() -> None:
+    granite = make("granitemoehybrid")
+    found = config_fields(granite)
+    assert "time_step_limit" not in found
+    assert found["layer_types"] == ["linear_attention", "full_attention", "linear_attention"]
+    # It has no positions, so nothing obeys these.
+    assert not {"rope_theta", "rope_parameters", "rope_scaling"} & found.keys()
+    granite.config.time_step_limit = (0.0, 0.5)
+    assert "time_step_limit" in config_fields(granite)
+
+
+@pytest.mark.parametrize("name", ["jamba", "mamba"])
+def test_by_which_steps_a_scan_is_computed_says_nothing(name: str) -> None:
+    model = make(name)
+    before = fingerprint_model(model).config
+    model.config.use_associative_scan, model.config.use_mambapy = False, True
+    assert fingerprint_model(model).config == before
+
+
 def test_attention_that_leaves_out_the_soft_cap_is_another() -> None:
     model = make("llama")
     eager, sdpa = (fields(model, one) for one in ("eager", "sdpa"))

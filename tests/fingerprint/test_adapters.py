@@ -190,6 +190,7 @@ EFFECTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.requirement("R18")
 def test_scales_count_and_idle_adapters_do_not(llama: Any, name: str) -> None:
     model = adapted(llama)
     alone = fingerprint_model(model)
@@ -227,6 +228,7 @@ def test_the_place_of_an_adapter_counts(build_tiny: Build) -> None:
     assert differing(fingerprint_model(one), fingerprint_model(other)) == {"adapters"}
 
 
+@pytest.mark.requirement("R18")
 def test_hot_swap_under_one_name(llama: Any) -> None:
     model = adapted(llama)
     one, watch = fingerprint_model(model), ModelWatch(model)

@@ -46,6 +46,7 @@ def looked_up(kv: BoundStore, model: Any) -> Match:
 # --- ingredients ---
 
 
+@pytest.mark.requirement("R18")
 def test_every_parameter_and_buffer(kv: BoundStore, name: str) -> None:
     """One element of each in turn, in the open and behind every counter."""
     model = build_tiny(name)
@@ -85,6 +86,7 @@ CONFIG_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.requirement("R18")
 def test_every_config_field_that_changes_kv(kv: BoundStore, name: str) -> None:
     original = build_tiny(name)
     for field, value in CONFIG_FIELDS[name].items():
@@ -99,6 +101,7 @@ def test_every_config_field_that_changes_kv(kv: BoundStore, name: str) -> None:
         assert named in str(match.reason), (field, match.reason)
 
 
+@pytest.mark.requirement("R18")
 def test_dtype_rope_autocast_namespace_and_salt(kv: BoundStore, name: str) -> None:
     assert str(looked_up(kv, build_tiny(name).to(torch.float64)).reason).startswith("dtypes: ")
     with torch.autocast("cpu", torch.bfloat16):
@@ -192,6 +195,7 @@ def ran_before(model: Any, _tmp_path: Path) -> Any:
     ],
     ids=["reloaded", "memory", "names", "limits", "ids", "generation", "compiled", "trained", "ran", "copied", "eager"],
 )
+@pytest.mark.requirement("R18")
 def test_what_changes_no_kv_stays_a_hit(
     kv: BoundStore, name: str, tmp_path: Path, change: Callable[[Any, Path], Any]
 ) -> None:

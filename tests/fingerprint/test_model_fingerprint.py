@@ -242,6 +242,7 @@ def test_a_users_own_attention_is_in_config(build: Build) -> None:
 # what a model is called and where it lies
 
 
+@pytest.mark.requirement("R18")
 def test_saved_in_shards_and_loaded_again_is_the_same(build: Build, tmp_path: Any) -> None:
     model = build("gemma3")
     model.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -86,6 +86,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 sys.path.insert(0, sys.argv[1])
 from tiny_models import build_tiny
 from kvkeep import CacheStore
+from kvkeep.errors import UnsupportedRequestError
 from kvkeep.placement import shard_of
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[3]), world_size=2)
@@ -100,7 +101,13 @@ same = kv.identity() == first
 shard = model.model.layers[1].mlp.up_proj.weight.to_local()
 with torch.no_grad():
     shard[0, 0] += 1 if dist.get_rank() else 0
-print(json.dumps([shard_of(model), first.weights, same, kv.identity() == first, list(shard.shape)]))
+try:
+    changed = kv.identity() != first
+except UnsupportedRequestError as error:
+    changed = str(error)
+refreshed = kv.refresh().weights
+named = CacheStore(sys.argv[4]).bind(model, model_id="one name").identity().weights
+print(json.dumps([shard_of(model), first.weights, same, changed, list(shard.shape), refreshed, named]))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -115,5 +122,9 @@ def test_each_rank_hashes_its_own_shard_and_says_which_it_is(tmp_path: Path) -> 
     plain = CacheStore(tmp_path / "store").bind(whole).identity().weights
     assert len({plain, zero[1], one[1]}) == 3
     assert (zero[2], one[2]) == (True, True)
-    assert (zero[3], one[3]) == (True, False)  # only one rank's shard was changed
+    assert zero[3] is False
+    assert one[3].startswith("the model has changed, and other ranks run it, too: call kv.refresh()")
     assert zero[4] == [48, 64]
+    # What a rank computes depends on the shards of all of them: one was changed, and it is another model on both.
+    assert len({zero[1], one[1], zero[5], one[5]}) == 4
+    assert zero[6] != one[6]  # a name of the user's own stands for the whole model, of which each has its part

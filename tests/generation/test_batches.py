@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import TINY_NAMES, VOCABULARY, build_tiny
-from transformers import BartConfig, BartForCausalLM
+from transformers import BartConfig, BartForCausalLM, DynamicCache
 
 import kvkeep.serving
 from kvkeep import BoundStore, CacheStore, compat
@@ -455,3 +455,33 @@ def test_a_batch_is_saved_with_its_own_lines_alone(llama: Any, kv: BoundStore) -
     with pytest.raises(InvalidPromptError, match="several rows"):
         kv.save(cache, ids)
     assert kv.store.entries() == []
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 9)])
+def test_a_batch_is_loaded_up_to_one_slot(llama: Any, kv: BoundStore, kind: str, lengths: tuple[int, int]) -> None:
+    lines = [*tails(random_ids(STORED), *lengths)]
+    for line in lines:
+        kv.warm(line[:, :STORED])
+    batch = padded(*lines)
+    slots = batch["input_ids"].shape[1]
+    room = {"max_cache_len": slots + NEW} if kind == "static" else {}
+    cache = kv.load(batch["input_ids"], attention_mask=batch["attention_mask"], cache_implementation=kind, **room)
+    cut = min(slots - line.shape[1] for line in lines) + STORED
+    assert compat.cached_tokens(cache) == cut
+    if kind == "static":
+        assert all(layer.keys.shape[0] == len(lines) for layer in cache.layers)
+    out = outcome(llama.generate, **batch, **{compat.GENERATE_CACHE_ARGUMENT: cache})
+    assert_same(out, outcome(llama.generate, **batch))
+
+
+def test_a_batch_of_which_a_line_is_not_stored_is_not_loaded(llama: Any, kv: BoundStore) -> None:
+    lines = [random_ids(STORED + 3, seed=seed) for seed in (1, 2)]
+    kv.warm(lines[0][:, :STORED])
+    batch = padded(*lines)
+    cache = DynamicCache(config=llama.config)
+    llama(input_ids=lines[0], **{compat.forward_cache_argument(llama): cache})
+    assert kv.load(batch["input_ids"], attention_mask=batch["attention_mask"], into=cache) is None
+    assert compat.cached_tokens(cache) == 0
+    with pytest.raises(InvalidPromptError, match="a batch is ids and a mask"):
+        kv.load(batch["input_ids"], attention_mask=batch["attention_mask"][:1])

@@ -131,6 +131,7 @@ def _warm_in_child(path: str, barrier: Any, queue: Any) -> None:
     queue.put((sum(fed), entry.key, kv.lookup(random_ids(1500)).tokens))
 
 
+@pytest.mark.requirement("R20", part=True)
 def test_several_processes_prefill_one_prefix_once(tmp_path: Path) -> None:
     context = forking()
     barrier, queue = context.Barrier(4), context.Queue()
@@ -224,6 +225,7 @@ def test_another_tokenizer_salt_or_model_id_is_a_miss(model: Any, kv: BoundStore
     assert store.bind(other, model_id="mine").lookup(ids).tokens == PREFIX - 1  # the caller's own word
 
 
+@pytest.mark.requirement("R19")
 def test_namespaces_share_nothing(model: Any, kv: BoundStore) -> None:
     ids = random_ids(PREFIX)
     kv.warm(ids)
@@ -426,6 +428,8 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["payload", "header", "truncated", "empty"])
+@pytest.mark.requirement("R16")
+@pytest.mark.requirement("R38", part=True)
 def test_a_damaged_entry_is_a_miss_with_a_reason_and_one_log_line(
     model: Any, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -448,6 +452,7 @@ def test_a_damaged_entry_is_a_miss_with_a_reason_and_one_log_line(
     assert kv.lookup(ids).tokens == PREFIX
 
 
+@pytest.mark.requirement("R11")
 def test_a_file_that_another_removed_is_a_miss(model: Any, kv: BoundStore) -> None:
     ids = random_ids(PREFIX + 5)
     kv.warm(ids[:, :PREFIX])
@@ -457,6 +462,7 @@ def test_a_file_that_another_removed_is_a_miss(model: Any, kv: BoundStore) -> No
     assert kv.lookup(ids).tokens == 0
 
 
+@pytest.mark.requirement("R13")
 def test_an_entry_under_another_key_is_never_served(model: Any, kv: BoundStore) -> None:
     ids, other = random_ids(PREFIX + 5), random_ids(PREFIX + 5, seed=2)
     kv.warm(ids[:, :PREFIX])
@@ -488,6 +494,7 @@ def test_a_longer_damaged_entry_makes_way_for_a_shorter_whole_one(model: Any, kv
     assert again.last_report.reason.startswith("damaged: ")
 
 
+@pytest.mark.requirement("R18")
 def test_another_attention_kernel_is_told_once_and_is_a_miss_where_identity_is_strict(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -189,7 +189,7 @@ def test_text_is_given_to_the_encoder_with_the_end_that_its_tokenizer_appends(tm
 
     model = build_pair("t5")
     kv = CacheStore(tmp_path).bind(model)
-    kv.tokenizer = Appending()
+    kv._reader.tokenizer = Appending()
     entry = kv.warm("four")
     with watching(model) as fed:
         kv.generate("four", max_new_tokens=2)

@@ -297,9 +297,9 @@ def test_pictures_that_cannot_be_told_apart_are_one(name: str, kv: BoundStore) -
     rest = ids[0, one:two].tolist()
     moved = torch.tensor([[*ids[0, :one].tolist(), IMAGE, *rest, *ids[0, two + 1 :].tolist()]])
     both = {one: value for one, value in both.items() if "token_type" not in one} | {"input_ids": moved}
-    (media,) = kv._read(both, None, None, None).media
+    (media,) = kv._reader.inputs(both).media
     assert (media.start, media.end) == (one, two + 4)
-    assert kv._read(seen(name, [2, 4]), None, None, None).media[1].start == two
+    assert kv._reader.inputs(seen(name, [2, 4])).media[1].start == two
 
 
 # --- refused ---

@@ -75,7 +75,7 @@ def test_debian_packages_are_installed_or_named(tmp_path: Path, missing: list[st
     for program in ("bash", "id"):  # and no apt-get
         (tmp_path / program).symlink_to(shutil.which(program))
     result = subprocess.run(
-        [shutil.which("bash"), TOOLS / "install_debian_packages", "bash", *missing],
+        [shutil.which("bash"), TOOLS / "install_debian_packages", "bash", "no-package:bash", *missing],
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -110,6 +110,8 @@ def test_room_is_a_hole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 @pytest.mark.parametrize(("shared", "modes"), [(False, (0o700, 0o400)), (True, (0o2770, 0o440))])
+@pytest.mark.requirement("R12")
+@pytest.mark.requirement("R33", part=True)
 def test_modes(tmp_path: Path, umask: int, shared: bool, modes: tuple[int, int]) -> None:
     before = os.umask(umask)
     try:
@@ -176,6 +178,7 @@ def test_a_put_replaces_a_file_that_is_no_entry(tmp_path: Path, system: str) -> 
     ]
 
 
+@pytest.mark.requirement("R14", part=True)
 def test_nothing_is_left_when_a_put_is_interrupted(tmp_path: Path, system: str) -> None:
     one = SAMPLES["large rows"]
 
@@ -191,6 +194,7 @@ def test_nothing_is_left_when_a_put_is_interrupted(tmp_path: Path, system: str) 
     assert files.put(one.draft)[1] is True
 
 
+@pytest.mark.requirement("R5", part=True)
 def test_a_full_disk_leaves_nothing_and_the_next_put_works(tmp_path: Path) -> None:
     script = (
         "import resource, sys, pathlib\n"
@@ -299,6 +303,7 @@ def test_keys_lists_entries_and_nothing_else(tmp_path: Path) -> None:
     assert list(files.keys()) == sorted(one.key for one in samples)
 
 
+@pytest.mark.requirement("R11")
 def test_removed_entries_are_gone_and_open_ones_are_read_to_the_end(tmp_path: Path) -> None:
     one = SAMPLES["everything"]
     files = EntryFiles(Directory(tmp_path))
@@ -314,6 +319,7 @@ def test_removed_entries_are_gone_and_open_ones_are_read_to_the_end(tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", ["", "../../../etc/passwd", "A" * 32, "a" * 31, "a" * 33, "a" * 31 + "\n"])
+@pytest.mark.requirement("R31", part=True)
 def test_only_hex_digits_are_keys(tmp_path: Path, key: str) -> None:
     files = EntryFiles(Directory(tmp_path))
     for call in (files.open, files.size, files.remove):

@@ -22,7 +22,7 @@ from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.entry_data import extents
 from kvkeep.storage.fs import Directory
 
-FLIPS = 2000
+FLIPS = 5000  # each of two tests
 
 
 class Stored:
@@ -85,17 +85,20 @@ def missed_flips(stored: Stored, bits: Iterator[int] | range | list[int], check:
     return missed
 
 
+@pytest.mark.requirement("R9")
 def test_every_bit_of_the_header(stored: Stored) -> None:
     bits = range(8 * stored.header.data)
     assert len(bits) == 8 * 4096
     assert missed_flips(stored, bits, lambda: stored.files.open(stored.sample.key).close()) == []
 
 
+@pytest.mark.requirement("R9")
 def test_random_bits_of_the_rest_room_included(stored: Stored) -> None:
     chosen = random.Random(1).sample(range(8 * stored.header.data, 8 * stored.header.size), FLIPS)
     assert missed_flips(stored, chosen, stored.verify) == []
 
 
+@pytest.mark.requirement("R9")
 def test_random_bits_of_data_are_found_by_reading_alone(stored: Stored) -> None:
     """All but the room, which reading does not touch."""
     data = [n for begin, end in extents(stored.header) for n in range(max(begin, stored.header.data), end)]
@@ -119,6 +122,7 @@ def test_a_bit_of_the_room_is_found_by_verify_all_only(stored: Stored) -> None:
     stored.verify()
 
 
+@pytest.mark.requirement("R9")
 def test_truncation(stored: Stored) -> None:
     sizes = {*range(64), *range(0, stored.header.size, 509), *range(0, stored.header.size, 4096)}
     sizes |= {stored.header.data, stored.header.data - 1, stored.header.size - 1}
@@ -130,6 +134,7 @@ def test_truncation(stored: Stored) -> None:
     assert missed == []
 
 
+@pytest.mark.requirement("R10")
 def test_a_file_that_shrinks_while_it_is_open(stored: Stored) -> None:
     with stored.files.open(stored.sample.key) as file:
         os.truncate(stored.path, stored.header.data + 5000)
@@ -145,6 +150,7 @@ def test_bytes_behind_the_end(stored: Stored) -> None:
             assert found(stored.verify)
 
 
+@pytest.mark.requirement("R9")
 def test_zeroed_tails_and_pages(stored: Stored) -> None:
     """A power cut can leave the right size with zeros; zeros over the room change nothing."""
     content = stored.content
@@ -161,6 +167,7 @@ def zeroed(content: bytes, begin: int) -> bytes:
     return content[:begin] + bytes(len(content[begin : begin + 4096])) + content[begin + 4096 :]
 
 
+@pytest.mark.requirement("R9")
 def test_swapped_pages(stored: Stored) -> None:
     pages = [stored.content[at : at + 4096] for at in range(0, len(stored.content) - 4096, 4096)]
     rest = stored.content[4096 * len(pages) :]
@@ -179,6 +186,7 @@ def test_swapped_pages(stored: Stored) -> None:
     assert missed == []
 
 
+@pytest.mark.requirement("R9")
 def test_swapped_rows_heads_and_layers_of_one_shape(tmp_path: Path) -> None:
     """Rows that are right as such, in the wrong place."""
     stored = Stored(tmp_path, sample([full(dim=64)] * 2, end=512))
@@ -191,6 +199,7 @@ def test_swapped_rows_heads_and_layers_of_one_shape(tmp_path: Path) -> None:
             assert found(stored.read)
 
 
+@pytest.mark.requirement("R13")
 def test_an_entry_under_another_key(tmp_path: Path) -> None:
     files = EntryFiles(Directory(tmp_path))
     one, other = sample([full()], end=9), sample([full()], end=9, seed=1)
@@ -242,6 +251,7 @@ def test_a_partial_read_checks_the_blocks_that_it_touches(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("verify", "noticed"), [("first", False), ("always", True), ("never", False)])
+@pytest.mark.requirement("R9")
 def test_what_was_found_right_is_remembered_while_the_file_is_the_same(
     tmp_path: Path, verify: str, noticed: bool
 ) -> None:
@@ -323,6 +333,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
+@pytest.mark.requirement("R30", part=True)
 def test_header_bombs_are_refused_soon_and_without_memory(tmp_path: Path, what: str) -> None:
     key = "a" * 32
     file = tmp_path / "entries" / "aa" / f"{key}.safetensors"
@@ -360,6 +371,7 @@ PLANTED: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.requirement("R32")
 def test_what_is_planted_at_an_entrys_path_is_refused_and_set_aside(tmp_path: Path, system: str, what: str) -> None:
     one = sample([full()], end=9)
     file = tmp_path / "entries" / one.key[:2] / f"{one.key}.safetensors"
@@ -374,6 +386,7 @@ def test_what_is_planted_at_an_entrys_path_is_refused_and_set_aside(tmp_path: Pa
     assert os.path.lexists(tmp_path / "quarantine" / f"{one.key}-0.safetensors")
 
 
+@pytest.mark.requirement("R32")
 def test_a_link_in_place_of_a_folder_is_refused(tmp_path: Path, system: str) -> None:
     one = sample([full()], end=9)
     outside = tmp_path / "outside"
@@ -385,6 +398,7 @@ def test_a_link_in_place_of_a_folder_is_refused(tmp_path: Path, system: str) -> 
         EntryFiles(Directory(root)).open(one.key)
 
 
+@pytest.mark.requirement("R30", part=True)
 def test_sealed_lies_about_the_layout_are_refused(stored: Stored) -> None:
     """A header that somebody changed and sealed again must still be consistent in itself."""
     header = stored.content[8 : stored.header.data]

@@ -32,6 +32,7 @@ def mode(path: Path) -> int:
 @pytest.mark.parametrize(
     ("shared", "directories", "entries", "others"), [(False, 0o700, 0o400, 0o600), (True, 0o2770, 0o440, 0o660)]
 )
+@pytest.mark.requirement("R33", part=True)
 def test_modes_do_not_depend_on_the_umask(
     tmp_path: Path, umask: int, shared: bool, directories: int, entries: int, others: int
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_volume_that_cannot_sync_directories_is_used_without(tmp_path: Path, m
     assert put(Directory(tmp_path), "entries", "one")
 
 
+@pytest.mark.requirement("R1")
 def test_what_was_published_is_durable_before_publish_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each name and each file is synced, in the order that makes a name never precede its file."""
     steps: list[str] = []
@@ -117,6 +119,7 @@ def test_what_was_published_is_durable_before_publish_returns(tmp_path: Path, mo
     assert steps == [f"sync {name}", "sync ()", "sync ('entries',)", "link", "sync ('entries', 'ab')"]
 
 
+@pytest.mark.requirement("R4")
 def test_a_name_that_could_not_be_made_durable_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = Directory(tmp_path)
     directory.ensure("entries")
@@ -136,6 +139,7 @@ def test_a_name_that_could_not_be_made_durable_is_taken_back(tmp_path: Path, mon
     assert directory.names("entries") == directory.names("tmp") == []
 
 
+@pytest.mark.requirement("R4")
 def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -212,6 +216,7 @@ def test_appends_of_several_threads_stay_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", ".", "..", "a/b", "/etc", "a\0", "é", "a b", "x" * 129, "a\n"])
+@pytest.mark.requirement("R31", part=True)
 def test_names_that_are_no_plain_components_are_refused(tmp_path: Path, bad: str) -> None:
     directory = Directory(tmp_path / ".." / tmp_path.name)
     for call in (directory.open_read, directory.remove, directory.open_lock, directory.stat, directory.ensure):
@@ -228,6 +233,7 @@ def test_names_never_lists_what_cannot_be_named(tmp_path: Path) -> None:
     assert Directory(tmp_path).names() == ["-x_.Y", "good"]
 
 
+@pytest.mark.requirement("R32")
 def test_no_link_is_followed_at_any_depth(tmp_path: Path, system: str) -> None:
     outside = tmp_path / "outside"
     (outside / "ab").mkdir(parents=True)
@@ -264,6 +270,7 @@ def test_the_root_itself_may_be_reached_over_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "real" / "one").read_bytes() == b"content"
 
 
+@pytest.mark.requirement("R32")
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, system: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from kvkeep.records import GenerateReport
@@ -172,3 +173,40 @@ def test_a_journal_that_cannot_be_written_is_no_error(tmp_path: Path):
     journal.prefilled(5, 0)
     journal.flush()
     assert (tmp_path / "journal").read_text() == "in the way"
+
+
+def test_uses_are_known_to_the_last_hit_here_and_to_the_last_flush_elsewhere(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 500.5)
+    here, there = Journal(Directory(tmp_path)), Journal(Directory(tmp_path))
+    assert here.uses() == {}
+    there.hit(KEY, 10, 0.1)
+    assert here.uses() == {}
+    there.flush()
+    here.hit(KEY, 10, 0.1)
+    here.hit(OTHER, 10, 0.1)
+    for _ in range(3):
+        assert here.uses() == {KEY: Use(2, 500), OTHER: Use(1, 500)}, "nothing is counted twice"
+        here.flush()
+    monkeypatch.setattr(time, "time", lambda: 600.5)
+    there.hit(KEY, 10, 0.1)
+    there.flush()
+    assert here.uses() == {KEY: Use(3, 600), OTHER: Use(1, 500)} == here.totals().uses
+    assert Journal(Directory(tmp_path, readonly=True)).uses() == here.uses()
+
+
+def test_uses_read_only_what_is_new_and_wait_for_the_end_of_a_line(tmp_path: Path, monkeypatch):
+    (tmp_path / "journal").mkdir()
+    path = tmp_path / "journal" / "a.jsonl"
+    line = json.dumps({"hits": 1, "misses": {}, "uses": {KEY: [1, 7]}}) + "\n"
+    path.write_text(line * 3 + line[:9])
+    journal = Journal(Directory(tmp_path))
+    assert journal.uses() == {KEY: Use(3, 7)}
+    path.write_text(line * 5)
+    assert journal.uses() == {KEY: Use(5, 7)}
+    monkeypatch.setattr(Directory, "open_read", None)
+    assert journal.uses() == {KEY: Use(5, 7)}
+
+
+def test_uses_of_a_journal_that_cannot_be_read_are_none(tmp_path: Path):
+    (tmp_path / "journal").write_text("in the way")
+    assert Journal(Directory(tmp_path)).uses() == {}

@@ -68,6 +68,7 @@ def test_a_lock_is_a_file_while_it_is_held(tmp_path: Path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.requirement("R21", part=True)
 def test_a_second_holder_waits_for_its_time_and_takes_nothing_away(tmp_path: Path, holder: subprocess.Popen[str]):
     key_locks = KeyLocks(Directory(tmp_path))
     began, open_files = time.monotonic(), len(list(Path("/proc/self/fd").iterdir()))
@@ -89,6 +90,7 @@ def test_the_next_one_gets_the_lock_when_it_is_released(tmp_path: Path, holder: 
     assert files(tmp_path) == []
 
 
+@pytest.mark.requirement("R21", part=True)
 def test_a_killed_holder_frees_the_lock_within_a_second(tmp_path: Path, holder: subprocess.Popen[str]):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -161,6 +163,7 @@ def test_a_release_counts_though_a_copy_of_the_descriptor_lives_on(tmp_path: Pat
         waiter.join()
 
 
+@pytest.mark.requirement("R21", part=True)
 def test_a_holder_that_raises_frees_the_lock(tmp_path: Path):
     key_locks = KeyLocks(Directory(tmp_path))
     with pytest.raises(ZeroDivisionError), key_locks.hold(KEY, timeout=0):
@@ -169,6 +172,7 @@ def test_a_holder_that_raises_frees_the_lock(tmp_path: Path):
         assert held is True
 
 
+@pytest.mark.requirement("R20", part=True)
 def test_sixteen_processes_do_the_work_once(tmp_path: Path):
     code = """
 with locks.hold(key, timeout=60) as held:
@@ -223,6 +227,7 @@ def test_threads_of_one_process_exclude_each_other(tmp_path: Path):
     assert most == [1]
 
 
+@pytest.mark.requirement("R21", part=True)
 def test_without_locks_everybody_goes_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(locks, "fcntl", None)
     key_locks = KeyLocks(Directory(tmp_path))
@@ -231,6 +236,8 @@ def test_without_locks_everybody_goes_on_at_once(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "locks").exists()
 
 
+@pytest.mark.requirement("R21", part=True)
+@pytest.mark.requirement("R25", part=True)
 def test_a_volume_without_locks_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -250,6 +257,7 @@ def test_a_read_only_store_has_no_locks(tmp_path: Path):
 
 
 @pytest.mark.parametrize("plant", ["link", "fifo", "directory"])
+@pytest.mark.requirement("R32")
 def test_what_is_planted_in_a_locks_place_is_left_alone(tmp_path: Path, plant: str):
     outside, root = tmp_path / "outside", tmp_path / "root"
     outside.write_text("precious")

@@ -86,6 +86,7 @@ def test_a_damaged_name_counts_as_absent_and_is_told(tmp_path: Path, content: st
     assert [ref.name for ref in refs.all()] == ["z"]
 
 
+@pytest.mark.requirement("R32")
 def test_a_link_in_a_names_place_is_not_followed(tmp_path: Path):
     (tmp_path / "outside").write_text(GOOD)
     root = tmp_path / "root"

@@ -96,6 +96,7 @@ def test_a_private_store_does_not_become_shared(tmp_path: Path) -> None:
         init(tmp_path, shared=True)
 
 
+@pytest.mark.requirement("R37")
 def test_generated_files_stay_out_of_version_control(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True, text=True).stdout
@@ -110,6 +111,7 @@ def test_generated_files_stay_out_of_version_control(tmp_path: Path) -> None:
     assert sorted(found) == sorted(f"?? store/{name}" for name in SKELETON)
 
 
+@pytest.mark.requirement("R37")
 def test_the_cache_directory_tag_is_one(tmp_path: Path) -> None:
     init(tmp_path)
     assert (tmp_path / "CACHEDIR.TAG").read_bytes()[:43] == b"Signature: 8a477f597d28d172789f06886806bc55"
@@ -123,6 +125,7 @@ def test_an_init_that_was_cut_short_can_be_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [{"tmp/notes.txt": b"x"}, {"notes.txt": b"x"}, {"sub/notes.txt": b""}])
+@pytest.mark.requirement("R37")
 def test_a_directory_with_other_things_in_it_is_refused(tmp_path: Path, content: dict[str, bytes]) -> None:
     for name, data in content.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -133,6 +136,7 @@ def test_a_directory_with_other_things_in_it_is_refused(tmp_path: Path, content:
     assert files(tmp_path) == content
 
 
+@pytest.mark.requirement("R37")
 def test_the_root_and_the_home_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -158,6 +162,7 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
             call(tmp_path / "file")
 
 
+@pytest.mark.requirement("R8", part=True)
 def test_a_newer_format_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     root = fresh_clone(tmp_path / "store")
     (root / "store.json").write_text('{"format": 2, "shared": false}')
@@ -189,6 +194,7 @@ def test_members_that_this_version_does_not_know_are_ignored(tmp_path: Path) -> 
     assert check(tmp_path) == StoreInfo(format=1, shared=False)
 
 
+@pytest.mark.requirement("R32")
 def test_a_store_file_that_is_a_link_or_a_fifo_is_refused(tmp_path: Path) -> None:
     init(tmp_path / "good")
     for name, plant in (

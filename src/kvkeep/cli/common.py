@@ -48,15 +48,19 @@ def format_option(function: F) -> F:
     )
 
 
-def open_store(path: Path | None, *, write: bool = False) -> CacheStore:
-    """Open a store that is there: to write if ``write``, else in the way that works without the right to write."""
+def open_store(path: Path | None, *, write: bool | None = False, **settings: Any) -> CacheStore:
+    """Open a store that is there: to write if ``write``, else in the way that works without the right to write.
+
+    With ``None`` not a byte in it changes, whatever the rights. The settings are those of ``CacheStore``.
+    """
     from kvkeep.settings import default_store_path
     from kvkeep.storage import skeleton
     from kvkeep.store import open_existing
 
     where = path if path is not None else default_store_path()
-    skeleton.check(where)  # looking at an empty directory does not make it a store
-    return open_existing(where, readonly=not write and not os.access(where, os.W_OK))
+    skeleton.check(where, readonly=write is None)  # looking at an empty directory does not make it a store
+    readonly = write is None or (not write and not os.access(where, os.W_OK))
+    return open_existing(where, readonly=readonly, **settings)
 
 
 def entry_files(store: CacheStore) -> EntryFiles:

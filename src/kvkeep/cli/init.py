@@ -11,19 +11,26 @@ from kvkeep.cli.common import say, store_option
 
 @click.command("init")
 @click.option("--shared", is_flag=True, help="Let the directory's group read and write, instead of you alone.")
+@click.option("--max-bytes", metavar="SIZE", help="What all entries may take, such as 10GiB or 500MB.")
+@click.option("--quota", metavar="SIZE", help="What the entries of each namespace may take.")
 @store_option
-def command(store: Path | None, shared: bool) -> None:
+def command(store: Path | None, shared: bool, max_bytes: str | None, quota: str | None) -> None:
     """Make a store: an empty directory with its format's description and a manifest to edit.
 
-    A store that is there already stays as it is.
+    A store that is there already stays as it is, but for limits that are given: they are written into its store.json,
+    and every process that opens the store from then on keeps to them, unless it is told others.
 
-    Example: kvkeep --store cache_store init
+    Example: kvkeep --store cache_store init --max-bytes 20GiB
     """
-    from kvkeep.settings import default_store_path
+    from kvkeep.settings import default_store_path, parse_size
     from kvkeep.storage import skeleton
 
+    given = {"max_bytes": max_bytes, "quota": quota}
+    limits = {name: parse_size(text, name) for name, text in given.items() if text is not None}
     where = store if store is not None else default_store_path()
     there = (where / "store.json").is_file()
     skeleton.init(where, shared=shared)
     skeleton.check(where)
+    if limits:
+        skeleton.set_limits(where, limits)
     say(f"{where} is a store already" if there else f"made a store at {where}; `kvkeep warm` warms its warm.toml")

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers import cache_utils as _cache_utils
 
+from kvkeep.compat.owned import OwnedLayers, is_owned, owned_layers
 from kvkeep.compat.quantized import QUANTIZED_CACHES
 from kvkeep.compat.versions import parameters_of
 
@@ -42,22 +43,31 @@ HYBRID_LAYERS: dict[type, type] = {
 
 def dynamic_cache(config: Any, *, offloading: bool = False) -> DynamicCache:
     """An empty cache as ``generate`` would prepare it."""
-    return with_repeats(DynamicCache(config=config, offloading=offloading), config)
+    cache = DynamicCache(config=config, offloading=offloading)
+    add_repeats(cache, config)
+    return cache
+
+
+def planned_layers(config: Any) -> list[Any]:
+    """The empty layers of the cache that a model of this configuration fills."""
+    own = owned_layers(config)
+    return list(dynamic_cache(config).layers) if own is None else own
 
 
 def static_cache(config: Any, max_cache_len: int, *, offloading: bool = False) -> StaticCache:
     """An empty static cache with room for ``max_cache_len`` tokens."""
-    return with_repeats(StaticCache(config=config, max_cache_len=max_cache_len, offloading=offloading), config)
+    cache = StaticCache(config=config, max_cache_len=max_cache_len, offloading=offloading)
+    add_repeats(cache, config)
+    return cache
 
 
-def with_repeats(cache: Any, config: Any) -> Any:
-    """A cache with a layer for each time that a model runs through its layers: Dory adds these in its first pass."""
+def add_repeats(cache: Any, config: Any) -> None:
+    """Give an empty cache a layer for each time that a model runs a layer, as Dory does in its first pass."""
     repeats = int(getattr(config, "n_recurrent_loops", None) or 1) - 1
     if repeats > 0 and config.recurrent_kv_cache_mode == "per_loop" and len(cache.layers) == config.num_hidden_layers:
         first = config.n_input_layers
         repeated = cache.layers[first : first + config.n_recurrent_layers] * repeats
         cache.layers += [copy.deepcopy(layer) for layer in repeated]
-    return cache
 
 
 def complete_cache(config: Any) -> DynamicCache:
@@ -90,7 +100,12 @@ def with_own_part_copied(cache: Any) -> EncoderDecoderCache:
 
 
 def decoder_part(cache: Any) -> Any:
-    """The cache of the decoder's own tokens: of one without an encoder, the cache itself."""
+    """The cache of the decoder's own tokens, which has layers: of one without an encoder, the cache itself.
+
+    A cache that a model brings itself is shown as one with layers, which write through.
+    """
+    if is_owned(cache):
+        return OwnedLayers(cache)
     return cache.self_attention_cache if is_paired(cache) else cache
 
 
@@ -127,6 +142,7 @@ def is_used(cache: Any) -> bool:
     """Whether anything was ever put into a cache."""
     if is_paired(cache):
         return is_used(decoder_part(cache)) or is_used(cross_part(cache))
+    cache = decoder_part(cache)
     states = (getattr(layer, "has_previous_state", {}) for layer in cache.layers)
     return cached_tokens(cache) > 0 or any(any(seen.values()) for seen in states)
 
@@ -178,6 +194,7 @@ def empty_cache(cache: Any) -> None:
         empty_cache(cross_part(cache))
         cache.is_updated = dict.fromkeys(cache.is_updated, False)
         return
+    cache = decoder_part(cache)
     cache.reset()
     for layer in cache.layers:
         if isinstance(layer, DYNAMIC_LAYER):
@@ -239,7 +256,7 @@ def is_known_cache(cache: Any) -> bool:
     """Whether this is exactly a cache class whose state is all in its layers; a subclass may hold more."""
     if type(cache) is EncoderDecoderCache:
         return is_known_cache(decoder_part(cache)) and is_known_cache(cross_part(cache))
-    return type(cache) in _KNOWN_CACHES
+    return type(cache) in _KNOWN_CACHES or is_owned(cache)
 
 
 _KNOWN_CACHES = {

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import torch
 from transformers import GenerationMixin
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from kvkeep.compat.versions import GENERATE_CACHE_ARGUMENT
 
@@ -39,6 +41,12 @@ def _class_has_seam(model_class: Any) -> bool:
         return False
     wanted = ["generation_config", "model_kwargs", "generation_mode"]
     return list(inspect.signature(getattr(model_class, SEAM[1])).parameters)[1:4] == wanted
+
+
+def goes_in_step(model: torch.nn.Module) -> bool:
+    """Whether ``generate`` by itself goes on until the last of all ranks has finished, as each waits for the others."""
+    zero3: Callable[[], bool] = is_deepspeed_zero3_enabled
+    return zero3() or bool(is_fsdp_managed_module(model))
 
 
 def run_guarded(

@@ -25,7 +25,7 @@ def text_config(model: torch.nn.Module) -> Any:
 def forward_cache_argument(model: torch.nn.Module) -> str:
     """The name under which this model's forward takes a cache (remote code may still use the old one)."""
     parameters = parameters_of(model.forward)
-    names = [name for name in ("cache", "past_key_values") if name in parameters]
+    names = [name for name in ("cache", "past_key_values", "cache_params") if name in parameters]
     return names[0] if names else GENERATE_CACHE_ARGUMENT  # a wrapper that passes everything on
 
 

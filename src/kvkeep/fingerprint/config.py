@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Container, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from kvkeep.errors import UnsupportedRequestError
@@ -63,9 +65,10 @@ _ATTENTION = {
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
 }
 _LIMITS = {"max_position_embeddings"}  # only allocates: tables of positions and live frequencies are hashed themselves
+_SCANS = {"use_associative_scan", "use_mambapy"}  # by which steps the same scan is computed
 _FURTHER_AHEAD = {"num_nextn_predict_layers"}  # layers that some versions leave out; where they are, their weights are
 DROPPED = frozenset().union(
-    _LIMITS, _FURTHER_AHEAD, _PROVENANCE, _DTYPES, _TOKEN_IDS, _GENERATION, _OUTPUTS, _TRAINING, _ATTENTION
+    _LIMITS, _SCANS, _FURTHER_AHEAD, _PROVENANCE, _DTYPES, _TOKEN_IDS, _GENERATION, _OUTPUTS, _TRAINING, _ATTENTION
 )
 """Names of the fields that cannot change a KV cache."""
 
@@ -84,6 +87,15 @@ _SEEN_OTHERWISE = frozenset({"attention_bias", "head_dim", "is_decoder", "mlp_bi
 """Fields that mean the same whether or not a configuration's class knows them: the weights' names and shapes say so,
 or live modules do, or every type that obeys them knows them."""
 
+_RENAMED_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Kinds of layers by names that some versions have for them."""
+
+_NO_LIMIT_OF_STEPS = {"bamba", "falcon_h1", "granitemoehybrid"}
+"""Types whose ``time_step_limit`` some versions do not know, and then is that from 0 without an end."""
+
+_ROTATE_BY_BUFFERS = {"granitemoehybrid"}
+"""Types that obey their rope settings with live frequencies alone, and may have none."""
+
 _MADE_INTO_LAYER_TYPES = ("_sliding_window_pattern", "global_attn_every_n_layers")
 
 _COMPUTED_OTHERWISE = frozenset({"deepseek_v2", "deepseek_v3", "doge", "longcat_flash", "mamba2"})
@@ -91,6 +103,11 @@ _COMPUTED_OTHERWISE = frozenset({"deepseek_v2", "deepseek_v3", "doge", "longcat_
 
 The deepseek kinds keep what keys and values are made of instead of them; doge and mamba2 compute otherwise.
 """
+
+_ROUNDED_STATE = frozenset(
+    {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "zamba2"},
+)
+"""Types whose recurrent state has the model's number format where they bring their own cache, and 32 bits since."""
 
 _UNSAID_INSIDE = frozenset({"is_encoder_decoder", "model_type"})
 """What versions say otherwise of the configuration of a vision tower; its modules are what they are."""
@@ -127,11 +144,13 @@ def config_fields(model: nn.Module, *, keep_rope: bool = False) -> dict[str, Any
     config = text_config(unwrap(model))
     whole: Any = unwrap(model).config
     fields = _kept(config.to_dict()) if config is whole else _inside(config.to_dict())
+    keep_rope = keep_rope and fields.get("model_type") not in _ROTATE_BY_BUFFERS
     if not keep_rope:
         fields = {name: value for name, value in fields.items() if name not in rope.SETTINGS}
     _say_once(fields, rotates=not keep_rope)
     fields |= _built_in(model, fields)
-    if fields.get("model_type") in _COMPUTED_OTHERWISE:
+    rounded = fields.get("model_type") in _ROUNDED_STATE and unwrap(model).dtype != torch.float32
+    if rounded or fields.get("model_type") in _COMPUTED_OTHERWISE:
         fields["computed by"] = "newer" if hasattr(config, "__dataclass_fields__") else "older"
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
     if "head_dim" not in fields and isinstance(heads, int) and isinstance(width, int) and heads > 0:
@@ -168,6 +187,11 @@ def _say_once(fields: dict[str, Any], *, rotates: bool) -> None:
         del fields["num_hidden_layers"]  # another name for it, which some versions list
     if "no_rope_layers" in fields:  # made of the interval
         fields.pop("no_rope_layer_interval", None)
+    if fields.get("model_type") in _NO_LIMIT_OF_STEPS and tuple(fields.get("time_step_limit", ())) == (0.0, math.inf):
+        del fields["time_step_limit"]
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(fields.get(name), list):
+            fields[name] = [_RENAMED_KINDS.get(kind, kind) for kind in fields[name]]
     kinds = fields.get("layer_types")
     for name in _MADE_INTO_LAYER_TYPES if kinds else ():
         fields.pop(name, None)

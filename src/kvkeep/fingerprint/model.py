@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvkeep.errors import UnsupportedRequestError
 from kvkeep.fingerprint import config, constants, rope
 from kvkeep.fingerprint.adapters import adapters_digest
 from kvkeep.fingerprint.encoding import canonical_json, dtype_name
@@ -16,7 +17,7 @@ from kvkeep.fingerprint.holdings import Anatomy, Holding, anatomy, holdings, sta
 from kvkeep.fingerprint.saved import saved_digests
 from kvkeep.fingerprint.tensors import tensor_digests
 from kvkeep.keys import digest_fields
-from kvkeep.placement import device_of, shard_of
+from kvkeep.placement import device_of, gathers_weights, shard_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,11 @@ def fingerprint_model(
     >>> fingerprint_model(model) == fingerprint_model(model)
     True
     """
+    if model_id is None and gathers_weights(model):
+        raise UnsupportedRequestError(
+            "the weights of this model are whole within a forward pass alone (FSDP, ZeRO-3), so they cannot be hashed: "
+            "give bind(model_id=...) your own name for them"
+        )
     model = unwrap(model)
     parts = anatomy(model, salted=salted)
     held = holdings(model, parts, weights=model_id is None)

@@ -54,7 +54,7 @@ def plan_layers(config: Any) -> tuple[LayerPlan, ...]:
         UnsupportedCacheError: naming the first layer whose kind is not known.
     """
     try:
-        layers = compat.dynamic_cache(config).layers
+        layers = compat.planned_layers(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedCacheError(f"transformers makes no cache for a {type(config).__name__}: {error}") from error
     plans = []
@@ -84,6 +84,7 @@ def describe_cache(cache: Any, plans: Sequence[LayerPlan], length: int) -> list[
         UnsupportedCacheError: for a layer class without a codec, naming both.
         CacheMismatchError: for a layer that is not filled as the model would fill it, saying how.
     """
+    cache = compat.decoder_part(cache)
     compat.wait_for_moves(cache)
     _check_count(len(cache.layers), plans)
     codecs = [codec_for(layer, number) for number, layer in enumerate(cache.layers)]
@@ -136,6 +137,7 @@ def describe_prefilled(cache: Any, plans: Sequence[LayerPlan], length: int, *, s
     Raises:
         UnsupportedCacheError, CacheMismatchError: as :func:`describe_cache`.
     """
+    cache = compat.decoder_part(cache)
     if all(plan.plain for plan in plans):
         return describe_layers([(layer.keys, layer.values) for layer in cache.layers], plans, length, slack=slack)
     states = describe_cache(cache, plans, length)
@@ -196,6 +198,7 @@ def fill_cache(
         ValueError: where the entry does not fit this cache; nothing was read then.
         EntryDamagedError, OSError: from ``read``; the cache is empty again then.
     """
+    cache = compat.decoder_part(cache)
     jobs = []
     for number, (layer, codec) in enumerate(zip(cache.layers, _targets(cache, len(meta.layers), room), strict=True)):
         try:

@@ -26,6 +26,8 @@ _CODECS |= dict.fromkeys(compat.LINEAR_LAYERS, LinearCodec())
 _CODECS |= dict.fromkeys(compat.DUMMY_LAYERS, NothingCodec())
 _CODECS |= dict.fromkeys(compat.INDEXED_LAYERS, INDEXED)
 _CODECS |= dict.fromkeys(compat.STATIC_INDEXED_LAYERS, STATIC_INDEXED)
+_CODECS |= {compat.OwnedAttentionLayer: DynamicCodec(), compat.OwnedLinearLayer: LinearCodec()}
+_CODECS[compat.OwnedHybridLayer] = HybridCodec(DynamicCodec())
 _CODECS |= {layer: QuantizedCodec(BACKENDS[backend]) for layer, backend in compat.QUANTIZED_LAYERS.items()}
 
 _BY_NAME: dict[tuple[str, str], LayerCodec] = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from kvkeep.entry_format import Header
@@ -13,7 +14,7 @@ from kvkeep.settings import Verify
 from kvkeep.storage import entry_writer
 from kvkeep.storage.entry_reader import EntryFile
 from kvkeep.storage.entry_writer import Draft, TensorSource
-from kvkeep.storage.fs import Directory
+from kvkeep.storage.fs import TMP, Directory
 from kvkeep.storage.verified import FileIdentity
 
 __all__ = ["Draft", "EntryFile", "EntryFiles", "FileIdentity", "TensorSource"]
@@ -39,8 +40,13 @@ class EntryFiles:
         self._directory = directory
         self._verify: Verify = verify
 
-    def put(self, draft: Draft) -> tuple[Header, bool]:
-        """Store an entry durably, in one pass over its data; nothing is there if this raises.
+    def put(self, draft: Draft, *, admit: Callable[[Header], None] | None = None) -> tuple[Header, bool]:
+        """Store an entry in one pass over its data, as durable as the directory makes it; nothing if this raises.
+
+        Args:
+            draft: the entry.
+            admit: called with the header that it will have, but for digests, before anything is written; it may
+                raise.
 
         Returns:
             The header of the stored entry, and whether it is this one: ``False`` if its key was stored before. The
@@ -55,6 +61,8 @@ class EntryFiles:
         stored = self._stored(key)
         if stored is not None:
             return stored, False
+        if admit is not None:
+            admit(planned)
         with self._directory.temporary(SUFFIX) as temporary:
             header = entry_writer.write(temporary, draft, planned)
             if self._directory.publish(temporary, *_name(key)):
@@ -104,9 +112,45 @@ class EntryFiles:
         """Bytes of an entry's file, its room included. ``FileNotFoundError`` if there is none."""
         return self._directory.stat(*_name(key)).st_size
 
+    def size_of(self, draft: Draft) -> int:
+        """Bytes of the file that a draft would become. Raises ``InvalidRequestError`` as :meth:`put` does."""
+        return entry_writer.plan(draft).size
+
+    def is_there(self, key: str) -> bool:
+        """Whether an entry's file is there."""
+        try:
+            self.size(key)
+        except OSError:
+            return False
+        return True
+
+    def make_durable(self, keys: Iterable[str]) -> dict[str, OSError]:
+        """Bring entries to the medium that a directory without ``sync`` has published.
+
+        Returns those that could not be, which are gone then, and why.
+        """
+        names: dict[tuple[str, ...], str] = {_name(key): key for key in keys}
+        return {names[name]: error for name, error in self._directory.make_durable(names).items()}
+
     def remove(self, key: str) -> bool:
         """Remove an entry; ``False`` if there was none. Whoever has it open reads it to the end."""
         return self._directory.remove(*_name(key))
+
+    def take_away(self, key: str) -> str | None:
+        """Move an entry to where nobody finds it; what to call it from then on, or ``None`` if there was none.
+
+        Who removes what nobody holds has to look for holders once more when nobody new can come upon the entry.
+        """
+        name = f"{os.getpid()}-{os.urandom(8).hex()}{SUFFIX}"
+        return name if self._directory.move(_name(key), (TMP, name)) else None
+
+    def put_back(self, taken: str, key: str) -> None:
+        """Make an entry that was taken away be there again."""
+        self._directory.move((TMP, taken), _name(key))
+
+    def discard(self, taken: str) -> None:
+        """Remove an entry that was taken away. Whoever has it open reads it to the end."""
+        self._directory.remove(TMP, taken)
 
     def identity(self, key: str) -> FileIdentity:
         """Which state of which file an entry is now. Raises ``OSError`` if it is gone."""

@@ -16,6 +16,11 @@ from pathlib import Path
 
 from kvkeep.errors import StoreError, StoreWriteError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 Buffer = bytes | bytearray | memoryview
 
 NOT_SUPPORTED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -60,11 +65,12 @@ class Temporary:
         with changing(self.name[-1]):
             write_at(self.fd, offset, data)
 
-    def settle(self, mode: int) -> None:
+    def settle(self, mode: int, *, sync: bool = True) -> None:
         """Set the mode, make content and mode durable, and close. A failure is final: it is not tried again."""
         with changing(self.name[-1]):
             set_mode(self.fd, mode)
-            sync_file(self.fd)
+            if sync:
+                sync_file(self.fd)
             fd, self.fd = self.fd, -1
             os.close(fd)  # some network file systems tell of a failed write only here
 
@@ -131,6 +137,23 @@ def close_quietly(fd: int) -> None:
             os.close(fd)
 
 
+def mark_in_use(fd: int) -> None:
+    """Let other processes, where the system has locks, see with :func:`in_use` that this one has the file open."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def in_use(fd: int) -> bool:
+    """Whether a process that lives has marked this file; also where that cannot be known."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return False
+    return True
+
+
 def set_mode(fd: int, mode: int) -> None:
     """Set a file's mode, where there are modes."""
     if hasattr(os, "fchmod"):
@@ -141,8 +164,6 @@ def set_mode(fd: int, mode: int) -> None:
 def sync_file(fd: int) -> None:
     """Return when the file is on the medium itself."""
     if sys.platform == "darwin":
-        import fcntl
-
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # fsync alone leaves the data in the drive's cache there
     else:
         os.fsync(fd)

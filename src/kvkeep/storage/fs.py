@@ -10,14 +10,25 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import InvalidRequestError, StoreReadOnlyError
-from kvkeep.storage.fileio import NOT_SUPPORTED, Temporary, changing, close_quietly, set_mode, sync_directory, sync_path
+from kvkeep.storage.fileio import (
+    NOT_SUPPORTED,
+    Temporary,
+    changing,
+    close_quietly,
+    mark_in_use,
+    set_mode,
+    sync_directory,
+    sync_file,
+    sync_path,
+)
 
 TMP = "tmp"
 
@@ -39,22 +50,25 @@ class Directory:
     whatever the umask: for a private store directories 0700, entries 0400, other files 0600; for a shared one 2770,
     0440 and 0660.
 
+    Without ``sync``, what is published is durable only after :meth:`make_durable`; what is replaced still is at once.
+
     Safe to use from several threads, and after a fork.
     """
 
-    def __init__(self, root: Path, *, readonly: bool = False, shared: bool = False) -> None:
+    def __init__(self, root: Path, *, readonly: bool = False, shared: bool = False, sync: bool = True) -> None:
         self.root = Path(
             root
         ).resolve()  # a link that leads to the root is the user's choice; below it none is followed
         self.readonly = readonly
         self.shared = shared
+        self._sync = sync
         self._directory_mode, self._entry_mode, self._file_mode = (
             (0o2770, 0o440, 0o660) if shared else (0o700, 0o400, 0o600)
         )
         self._fd: int | None = None
         if os.supports_dir_fd >= _RELATIVE:
             self._fd = os.open(self.root, _DIRECTORY)
-            weakref.finalize(self, os.close, self._fd)
+            weakref.finalize(self, close_quietly, self._fd)
         elif not self.root.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
         self._links = hasattr(os, "link")
@@ -72,6 +86,11 @@ class Directory:
         with changing(root), suppress(PermissionError):
             os.chmod(directory.root, directory._directory_mode)
         return directory
+
+    def space(self) -> tuple[int, int]:
+        """Bytes of the volume that this user may still take, and of the whole volume."""
+        usage = shutil.disk_usage(self.root)
+        return usage.free, usage.total
 
     def path(self, *name: str) -> Path:
         """The path of a name, for libraries that open files themselves."""
@@ -124,6 +143,7 @@ class Directory:
             with self._changing(name):
                 temporary.gone = False
                 temporary.fd = self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                mark_in_use(temporary.fd)
             yield temporary
         finally:
             close_quietly(temporary.fd)
@@ -135,17 +155,47 @@ class Directory:
         On a volume without hard links two writers of one name may both be told ``True``; the file is whole either way.
         """
         with self._changing(name):
-            temporary.settle(self._entry_mode)
+            temporary.settle(self._entry_mode, sync=self._sync)
             with self._at(temporary.name) as source, self._at(name, create=True) as target:
                 if not self._link(source, target):
                     return False
                 self._discard(temporary)
                 try:
-                    sync_directory(target[1])
+                    if self._sync:
+                        sync_directory(target[1])
                 except OSError:
                     os.unlink(target[0], dir_fd=target[1])  # not durable, so not stored
                     raise
         return True
+
+    def make_durable(self, names: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], OSError]:
+        """Bring published files to the medium, each directory once. A failure is final: that file is removed.
+
+        Returns those that failed, and why.
+        """
+        failed: dict[tuple[str, ...], OSError] = {}
+        folders: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for name in names:
+            for depth in range(len(name)):
+                folders.setdefault(name[:depth], []).append(name)
+            try:
+                fd = self.open_read(*name)
+                try:
+                    sync_file(fd)
+                finally:
+                    close_quietly(fd)
+            except OSError as error:
+                failed[name] = error
+        for folder, inside in folders.items():
+            try:
+                with self._at((*folder, "_")) as (_, at):
+                    sync_directory(at)
+            except OSError as error:
+                failed.update((name, error) for name in inside)
+        for name in failed:
+            with suppress(OSError):
+                self.remove(*name)
+        return failed
 
     def write_atomic(self, *name: str, data: bytes) -> None:
         """Replace a small file: readers see the old content or the new one, and the new one is durable."""
@@ -232,7 +282,7 @@ class Directory:
             made = True
         except FileExistsError:
             made = False
-        if made or name not in self._durable:  # whoever made it may not have come to this yet
+        if self._sync and (made or name not in self._durable):  # whoever made it may not have come to this yet
             sync_directory(at)
             self._durable.add(name)
         return made

@@ -15,16 +15,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.listing import HeaderReader, Listing
 from kvkeep.storage.row_checks import DamagedDatabaseError, MissingDatabaseError
-from kvkeep.storage.row_database import RowDatabase, UnusableDatabaseError
+from kvkeep.storage.row_database import Choose, RowDatabase, UnusableDatabaseError
 from kvkeep.storage.rows import Row
 
-__all__ = ["Index", "Row"]
+__all__ = ["Choose", "Index", "Row"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ class Index:
         self._lock = threading.RLock()
         self._source: RowDatabase | Listing = self._listing() if directory.readonly else RowDatabase(directory)
         self._unwritten: dict[str, Row | None] = {}
+        self._held: dict[str, Row] = {}
         self._opened = False
+        self._answered = False  # whether nothing was read since the last answer of rows()
         self._retry_at: float | None = None
         _indexes.add(self)
 
@@ -53,28 +55,50 @@ class Index:
     def changed(self) -> bool:
         """Whether :meth:`rows` may differ from its last answer. Takes microseconds."""
         with self._lock:
-            return not self._opened or self._retry_is_due() or self._source.changed()
+            return not self._answered or self._retry_is_due() or self._source.changed()
 
     def rows(self) -> list[Row]:
         """The row of every entry. A row that has not changed is the same object as last time."""
         with self._lock:
             self._refresh()
-            rows = dict(self._source.rows)
-            for key, row in self._unwritten.items():
-                rows.pop(key, None)
-                if row is not None:
-                    rows[key] = row
-            return list(rows.values())
+            self._answered = True
+            return list(self._known().values())
 
     def add(self, row: Row) -> None:
         """Add the row of an entry whose file is in place."""
         with self._lock:
             self._apply({row.key: row})
 
+    def hold(self, row: Row) -> None:
+        """Let this process find an entry whose row is not to be written yet, until it is added or discarded."""
+        with self._lock:
+            self._held[row.key] = row
+
+    def exchange(self, row: Row | None, choose: Choose) -> list[Row]:
+        """Add a row, if there is one, and remove those that ``choose(all rows)`` names; returns what was removed.
+
+        Both in one transaction, so that no two processes choose for the same reason.
+        """
+        with self._lock:
+            return self._apply({} if row is None else {row.key: row}, choose)
+
     def discard(self, key: str) -> None:
         """Remove the row of an entry whose file is about to be removed, or was found missing."""
         with self._lock:
             self._apply({key: None})
+
+    def adopt(self, ripe: Callable[[str], bool]) -> list[str]:
+        """Add rows for the files that have none, where ``ripe(key)``: somebody may be adding a young one himself.
+
+        Returns their keys. Those that are damaged are in ``damaged`` then.
+        """
+        with self._lock:
+            self._refresh()
+            keys = self._headers.keys() - self._known().keys()
+            found = {row.key: row for row in self._headers.rows(key for key in keys if ripe(key))}
+            if found:
+                self._apply(dict(found))
+            return sorted(found)
 
     def rebuild(self) -> None:
         """Make every row again from the headers of the entries."""
@@ -97,6 +121,15 @@ class Index:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _known(self) -> dict[str, Row]:
+        """The rows as of the last refresh, with what could not be written."""
+        rows = self._held | self._source.rows
+        for key, row in self._unwritten.items():
+            rows.pop(key, None)
+            if row is not None:
+                rows[key] = row
+        return rows
+
     def _listing(self) -> Listing:
         return Listing(self._directory, self._headers)
 
@@ -104,7 +137,7 @@ class Index:
         return self._retry_at is not None and time.monotonic() >= self._retry_at
 
     def _refresh(self) -> None:
-        self._opened = True
+        self._opened, self._answered = True, False
         if self._retry_is_due():
             self._source, self._retry_at = RowDatabase(self._directory), None
         if isinstance(self._source, RowDatabase):
@@ -133,17 +166,17 @@ class Index:
                 return None
             except DamagedDatabaseError as error:
                 trouble = error
-            except UnusableDatabaseError as error:
+            except (UnusableDatabaseError, OSError) as error:  # OSError: the entries could not be listed for it
                 return error
         return trouble or UnusableDatabaseError("others replace it again and again")
 
     def _replace(self, database: RowDatabase, why: str, level: int = logging.WARNING) -> None:
-        rows = {row.key: row for row in self._headers.rows(self._headers.keys())}
+        rows = {row.key: row for row in self._headers.rows(self._on_disk())}
         _log.log(level, "the index of %s is made anew from %d entries: %s", self._directory.root, len(rows), why)
 
         def complete() -> Iterator[Row]:
             """With what others have stored while headers were read."""
-            keys = self._headers.keys()
+            keys = self._on_disk()
             yield from (row for key, row in rows.items() if key in keys)
             yield from self._headers.rows(keys - rows.keys())
 
@@ -156,31 +189,47 @@ class Index:
         except (DamagedDatabaseError, UnusableDatabaseError) as error:
             _log.debug("the refresh that follows will meet this too: %s", error)
 
+    def _on_disk(self) -> set[str]:
+        """The keys of the files that are to have a row."""
+        return self._headers.keys() - self._held.keys()
+
     def _reconcile(self, database: RowDatabase) -> None:
         """Add rows for files that have none, and drop rows whose file is gone."""
-        on_disk = self._headers.keys()
+        on_disk = self._on_disk()
         changes: dict[str, Row | None] = {row.key: row for row in self._headers.rows(on_disk - database.rows.keys())}
         changes.update((key, None) for key in database.rows.keys() - on_disk if not self._headers.is_there(key))
         if changes:
             self._apply(changes)
 
-    def _apply(self, changes: dict[str, Row | None]) -> None:
-        """Write changes, and those that could not be written before; what fails again is kept in memory."""
-        if not self._opened:
-            self._refresh()
+    def _apply(self, changes: dict[str, Row | None], choose: Choose | None = None) -> list[Row]:
+        """Write changes, and those that could not be written before; what fails again is kept in memory.
+
+        Then ``choose`` is asked of what is known here, for a full disk is where room is wanted most.
+        """
+        if not self._opened or choose is not None:
+            try:
+                self._refresh()
+            except OSError as error:
+                _log.warning("the entries of %s cannot be listed: %s", self._directory.root, error)
         self._unwritten.update(changes)
+        for key in changes:
+            self._held.pop(key, None)
         add = [row for row in self._unwritten.values() if row is not None]
         discard = [key for key, row in self._unwritten.items() if row is None]
         try:
             try:
-                self._source.write(add, discard)
+                dropped = self._source.write(add, discard, choose)
             except DamagedDatabaseError as error:
                 if isinstance(self._source, RowDatabase):
                     self._replace(self._source, str(error))
-                self._source.write(add, discard)
+                dropped = self._source.write(add, discard, choose)
             self._unwritten.clear()
-        except (DamagedDatabaseError, UnusableDatabaseError) as error:
+        except (DamagedDatabaseError, UnusableDatabaseError, OSError) as error:
             _log.warning("the index of %s could not be written: %s", self._directory.root, error)
+            known = self._known()
+            dropped = [known[key] for key in (choose(known) if choose is not None else ())]
+            self._unwritten.update((row.key, None) for row in dropped)
+        return dropped
 
 
 # SQLite must not take a connection through a fork, not even to close it there, so all are closed before.

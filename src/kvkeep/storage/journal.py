@@ -73,6 +73,8 @@ class Journal:
     def __init__(self, directory: Directory, *, interval: float = 5.0) -> None:
         self._directory = directory
         self._writer = None if directory.readonly else _Writer(directory, interval)
+        self._seen = _Batch()
+        self._read_to: dict[str, int] = {}
         if self._writer is not None:
             weakref.finalize(self, self._writer.flush)  # also at exit, while the directory is still open
 
@@ -115,6 +117,29 @@ class Journal:
         if self._writer is not None:
             self._writer.flush()
 
+    def uses(self) -> Mapping[str, Use]:
+        """Hits by entry key, those of this process to the last one. Reads only what files have gained since last time.
+
+        Not for several threads at once.
+        """
+        names: list[str] = []
+        with suppress(OSError):
+            names = self._directory.names("journal")
+        for name in names:
+            if name.endswith(".jsonl"):
+                with suppress(OSError):
+                    begin = self._read_to.get(name, 0)
+                    if self._directory.stat("journal", name).st_size > begin:
+                        for line in _lines(self._directory.open_read("journal", name), begin):
+                            if line.endswith(b"\n"):
+                                self._seen.add_line(line)
+                                self._read_to[name] = begin = begin + len(line)
+        uses = dict(self._seen.uses)
+        for key, use in ({} if self._writer is None else self._writer.unwritten()).items():
+            before = uses.get(key, _NEVER)
+            uses[key] = Use(before.hits + use.hits, max(before.last, use.last))
+        return uses
+
     def totals(self) -> Totals:
         """The sums over this process and the files of all others. Lines that make no sense are passed over."""
         self.flush()
@@ -147,6 +172,10 @@ class _Writer:
             self._batch.add(misses, uses, numbers)
         if time.monotonic() - self._flushed >= self._interval:
             self.flush()
+
+    def unwritten(self) -> dict[str, Use]:
+        with self._lock:
+            return dict(self._batch.uses)
 
     def flush(self) -> None:
         with self._lock:
@@ -223,8 +252,9 @@ def _natural(value: object) -> int:
     return value
 
 
-def _lines(fd: int) -> Iterator[bytes]:
+def _lines(fd: int, begin: int = 0) -> Iterator[bytes]:
     with open(fd, "rb") as file:
+        file.seek(begin)
         while line := file.readline(_LINE_LIMIT):
             yield line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import xxhash
 
@@ -42,11 +42,7 @@ class HeaderReader:
 
     def is_there(self, key: str) -> bool:
         """Whether a key's file is there."""
-        try:
-            self._entries.size(key)
-        except OSError:
-            return False
-        return True
+        return self._entries.is_there(key)
 
     def rows(self, keys: Iterable[str]) -> Iterator[Row]:
         """The rows of these entries, without those that are damaged or gone."""
@@ -137,11 +133,20 @@ class Listing:
         # A directory that has just changed may change again without a later time: look again then.
         self._times = times if all(changed < now - _SETTLED for changed in times.values()) else None
 
-    def write(self, add: Iterable[Row], discard: Iterable[str]) -> None:
-        """Put rows in or take rows out before the next refresh finds out by itself."""
+    def write(
+        self,
+        add: Iterable[Row],
+        discard: Iterable[str],
+        choose: Callable[[Mapping[str, Row]], Collection[str]] | None = None,
+    ) -> list[Row]:
+        """Put rows in or take rows out before the next refresh finds out by itself; those that ``choose`` names, too.
+
+        Returns those.
+        """
         self.rows.update((row.key, row) for row in add)
         for key in discard:
             self.rows.pop(key, None)
+        return [self.rows.pop(key) for key in (choose(dict(self.rows)) if choose is not None else ())]
 
     def _look(self) -> dict[str, int]:
         """When each directory of entries changed last."""

@@ -21,6 +21,7 @@ except ImportError:  # Windows
 
 _SHORTEST_SLEEP = 0.001
 _LONGEST_SLEEP = 0.05
+_SUFFIX = ".lock"
 _held: set[int] = set()
 
 
@@ -38,7 +39,7 @@ class KeyLocks:
         read-only store has none. ``False``: the time is up and another holder is still there. Trouble with a lock is
         never an error.
         """
-        name = ("locks", f"{key}.lock")
+        name = ("locks", f"{key}{_SUFFIX}")
         fd: int | None = None
         free = True
         if fcntl is not None:
@@ -56,6 +57,25 @@ class KeyLocks:
             if os.getpid() == owner:  # a child forked inside the block leaves the lock to its parent
                 _held.discard(fd)
                 self._release(name, fd)
+
+    def orphans(self) -> list[str]:
+        """The keys of locks that nobody holds, though their files are there: their holders were killed."""
+        found = []
+        for name in self._directory.names("locks"):
+            with suppress(OSError):
+                fd = self._directory.open_read("locks", name)
+                try:
+                    if name.endswith(_SUFFIX) and fcntl is not None and _try_lock(fd):
+                        found.append(name.removesuffix(_SUFFIX))
+                finally:
+                    os.close(fd)
+        return found
+
+    def clear(self, key: str) -> bool:
+        """Remove the file of a lock, unless somebody holds it."""
+        with self.hold(key, timeout=0) as free:
+            pass  # whoever releases a lock removes its file
+        return free
 
     def _acquire(self, name: tuple[str, ...], deadline: float) -> tuple[int | None, bool]:
         """The descriptor that holds the lock; or ``None`` and whether that is for want of locks."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import time
 from dataclasses import dataclass
 
 from kvkeep.entry_format import canonical_json
 from kvkeep.errors import InvalidRequestError
-from kvkeep.storage.fs import Directory
+from kvkeep.storage.fs import TMP, Directory
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -36,6 +38,10 @@ class Ref:
     pin: bool = False
     expires: int | None = None
     created: int
+
+    def counts(self, now: float) -> bool:
+        """Whether it is still a name at a Unix time."""
+        return self.expires is None or now < self.expires
 
     def to_json(self) -> str:
         """The content of the name's file."""
@@ -95,6 +101,30 @@ class Refs:
         """Forget a name, not its entry; ``False`` if there was none."""
         check_name(name)
         return self._directory.remove("refs", name + _SUFFIX)
+
+    def pinned(self) -> set[str]:
+        """The keys of entries that must stay: those with a pinned name that has not expired."""
+        now = time.time()
+        return {ref.key for ref in self.all() if ref.pin and ref.counts(now)}
+
+    def expire(self, ref: Ref) -> bool:
+        """Remove a name that has expired; ``False`` if it is another by now, which stays.
+
+        It is moved away first: what is looked at and removed then is what nobody can be replacing.
+        """
+        name, away = ref.name + _SUFFIX, (TMP, f"{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}")
+        if not self._directory.move(("refs", name), away):
+            return False
+        try:
+            if Ref.from_json(self._directory.read(*away, limit=_LIMIT)) != ref and not self._directory.exists(
+                "refs", name
+            ):
+                self._directory.move(away, ("refs", name))
+                return False
+        except (OSError, ValueError) as error:
+            _log.warning("refs/%s is removed: %s", name, error)
+        self._directory.remove(*away)
+        return True
 
     def all(self) -> list[Ref]:
         """Every name, sorted."""

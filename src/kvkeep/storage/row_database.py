@@ -14,7 +14,7 @@ import os
 import sqlite3
 import stat
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ _FILES = (_FILE, "cache.db-wal", "cache.db-shm", "cache.db-journal")
 _LOCK = "index"
 _TIMEOUT = 5.0
 _MANY = 500
+
+Choose = Callable[[Mapping[str, Row]], Collection[str]]
+"""``choose(rows)``: the keys of those of all rows that are to be removed in the same transaction."""
 
 _PASSING = ("locked", "busy", "full", "unable to open", "I/O error")
 _SELECT = "SELECT rowid, key, raw, expire_time, tag, mode, filename, value FROM Cache"
@@ -82,7 +85,9 @@ class RowDatabase:
         if self._reader is None:
             return True
         try:
-            return self._identity() != self._file or _data_version(self._reader) != self._version
+            if self._identity() != self._file or self._read_from != self._file:
+                return True
+            return _data_version(self._reader) != self._version
         except (OSError, sqlite3.Error):
             return True
 
@@ -91,39 +96,37 @@ class RowDatabase:
         if not self.changed():
             return False
         with self._condemning():
-            reader = self._open()
-            reader.execute("BEGIN")  # one state of the database for all statements
-            try:
-                times = dict(reader.execute("SELECT rowid, store_time FROM Cache"))
-                self._version = _data_version(reader)
-                fresh = [rowid for rowid, _ in times.items() - self._times.items()]
-                found = [checked_row(*record) for record in _records(reader, fresh)]
-            finally:
-                if reader.in_transaction:
-                    reader.execute("ROLLBACK")
-            for rowid in self._times.keys() - times.keys() | set(fresh):
-                self.rows.pop(self._keys.pop(rowid, ""), None)
-            for rowid, row in found:
-                self._keys[rowid] = row.key
-                self.rows[row.key] = row
-            self._times = times
-            if len(self.rows) != len(times):
-                raise DamagedDatabaseError("it holds an entry twice")
+            self._read(self._open())
             before, self._read_from = self._read_from, self._file
             return before != self._file
 
-    def write(self, add: Iterable[Row], discard: Iterable[str]) -> None:
-        """Add or replace rows and remove others, in one transaction. ``rows`` shows it after the next refresh."""
+    def write(self, add: Collection[Row], discard: Collection[str], choose: Choose | None = None) -> list[Row]:
+        """Add or replace rows and remove others, in one transaction. ``rows`` shows it after the next refresh.
+
+        With ``choose``, those that it names are removed, too: of the rows as they are by then, which no other process
+        changes meanwhile. Returns them.
+        """
         with self._condemning():
             reader = self._open()  # checks it
+            dropped: list[Row] = []
+
+            def more() -> Iterable[str]:
+                self._read(reader)  # what was committed last: nobody else can write now
+                rows = {key: row for key, row in self.rows.items() if key not in discard}
+                rows.update((row.key, row) for row in add)
+                if choose is not None:
+                    dropped.extend(rows[key] for key in choose(rows))
+                return [row.key for row in dropped]
+
             with self._locks.hold(_LOCK, timeout=_TIMEOUT):
                 file = self._find()
-                missing = self._write(add, discard)
+                missing = self._write(add, discard, more if choose is not None else None)
                 if self._find() != file:
                     raise DamagedDatabaseError("it was removed while it was written")
             for key in self.rows.keys() & set(missing):
                 if reader.execute("SELECT 1 FROM Cache NOT INDEXED WHERE key = ?", (key,)).fetchall():
                     raise DamagedDatabaseError("a row in it cannot be found by its key")
+            return dropped
 
     def replace(self, rows: Callable[[], Iterable[Row]]) -> None:
         """Put a new database in the place of the one that was found damaged, unless another process has done so.
@@ -153,7 +156,29 @@ class RowDatabase:
         for name in ((_FOLDER, file) for file in _FILES) if folder else [(_FOLDER,)]:
             self._directory.remove(*name)
 
-    def _write(self, add: Iterable[Row], discard: Iterable[str]) -> list[str]:
+    def _read(self, reader: sqlite3.Connection) -> None:
+        """Bring ``rows`` up to date with what was committed last."""
+        reader.execute("BEGIN")  # one state of the database for all statements
+        try:
+            times = dict(reader.execute("SELECT rowid, store_time FROM Cache"))
+            self._version = _data_version(reader)
+            fresh = [rowid for rowid, _ in times.items() - self._times.items()]
+            found = [checked_row(*record) for record in _records(reader, fresh)]
+        finally:
+            if reader.in_transaction:
+                reader.execute("ROLLBACK")
+        for rowid in self._times.keys() - times.keys() | set(fresh):
+            self.rows.pop(self._keys.pop(rowid, ""), None)
+        for rowid, row in found:
+            self._keys[rowid] = row.key
+            self.rows[row.key] = row
+        self._times = times
+        if len(self.rows) != len(times):
+            raise DamagedDatabaseError("it holds an entry twice")
+
+    def _write(
+        self, add: Iterable[Row], discard: Iterable[str], more: Callable[[], Iterable[str]] | None = None
+    ) -> list[str]:
         """Write, and return which of the rows to discard diskcache did not find."""
         from kvkeep.storage import json_disk  # diskcache takes long to import, and most processes only read
 
@@ -163,6 +188,7 @@ class RowDatabase:
                 self._cache = json_disk.open_cache(self._directory.path(_FOLDER), SETTINGS, _TIMEOUT)
             try:
                 with self._cache.transact():
+                    discard = [*discard, *(more() if more is not None else ())]
                     for row in add:
                         text = row.to_json()
                         self._cache.set(row.key, text, tag=checksum(text))
@@ -229,7 +255,7 @@ class RowDatabase:
                 check_same_thread=False,
             )
             try:
-                for pragma in ("query_only = 1", "mmap_size = 0", "trusted_schema = 0"):
+                for pragma in ("query_only = 1", "mmap_size = 0", "synchronous = 0", "trusted_schema = 0"):
                     reader.execute(f"PRAGMA {pragma}")
                 check_contents(reader)
             except BaseException:

@@ -1,8 +1,25 @@
-"""Tests for you to subclass: they prove that a layer codec of your own does what kvkeep relies on.
+"""Helpers for your own tests of what you add to kvkeep. Nothing in kvkeep imports them, and they need no test runner.
 
-Nothing in kvkeep imports this package, and it needs no test runner: what fails raises ``AssertionError``.
+- :class:`LayerCodecContract`: subclass it, and it proves that a layer codec of yours does what kvkeep relies on. What
+  fails raises ``AssertionError``.
+- :mod:`kvkeep.testing.syscalls`: kill a process at any system call, or let any one fail (Linux, strace).
+- :mod:`kvkeep.testing.power`: a disk whose power can be cut (Linux, root).
+- :mod:`kvkeep.testing.faults`: let any one of Python's own calls to the system fail (anywhere).
 """
 
-from kvkeep.testing.layer_codec import LayerCodecContract, token_rows
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvkeep.testing.layer_codec import LayerCodecContract, token_rows
 
 __all__ = ["LayerCodecContract", "token_rows"]
+
+
+def __getattr__(name: str) -> Any:  # torch is for those who test layers
+    if name in __all__:
+        from kvkeep.testing import layer_codec
+
+        return getattr(layer_codec, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
