@@ -247,15 +247,17 @@ class RowDatabase:
         self._file = file
         # The lock keeps others from replacing the database between the opening of its several files.
         with self._locks.hold(_LOCK, timeout=_TIMEOUT):
+            # Read-only: the last to close a writable one removes the write-ahead log by its name, and that may by then
+            # be the log of a database that has replaced this one.
             reader = sqlite3.connect(
-                self._directory.path(_FOLDER, _FILE).as_uri() + "?mode=rw",
+                self._directory.path(_FOLDER, _FILE).as_uri() + "?mode=ro",
                 uri=True,
                 timeout=_TIMEOUT,
                 isolation_level=None,
                 check_same_thread=False,
             )
             try:
-                for pragma in ("query_only = 1", "mmap_size = 0", "synchronous = 0", "trusted_schema = 0"):
+                for pragma in ("mmap_size = 0", "trusted_schema = 0"):
                     reader.execute(f"PRAGMA {pragma}")
                 check_contents(reader)
             except BaseException:
