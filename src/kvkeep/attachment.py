@@ -27,7 +27,7 @@ from kvkeep.errors import UnsupportedRequestError
 from kvkeep.fingerprint import unwrap
 from kvkeep.forks import renew_after_fork
 from kvkeep.generation import Call
-from kvkeep.served import Source
+from kvkeep.served import Source, miss
 
 
 class _Shadow:
@@ -116,6 +116,7 @@ class Attachment:
             if self._users > 1:
                 return
             wraps = {"generate": self._generate}
+            wraps |= {name: self._batches for name in compat.BATCHING if hasattr(model, name)}
             if compat.has_seam(model):
                 wraps |= dict(zip(compat.SEAM, (self._expand, self._prepare, self._guard), strict=True))
                 if compat.is_encoder_decoder(model):
@@ -162,13 +163,31 @@ class Attachment:
                 call.arguments, call.taken = _named(original, args, kwargs), True
                 if not compat.has_seam(model):
                     kwargs = call.pass_in(model, args, kwargs)
-                return original(*args, **kwargs)
+                out = original(*args, **kwargs)
+                call.finished()  # what never came to a cache says so, too
+                return out
             finally:
                 self._local.call = outer
                 if call is not None and call.agreement is not None:
                     call.agreement.no_answer()
 
         return generate
+
+    def _batches(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def batches(*args: Any, **kwargs: Any) -> Any:
+            outer = self._call
+            call = outer
+            for source in self._sources[-1:] if call is None else ():
+                call = Call(source, source.guard, taken=True)
+            if call is not None and call.waits:
+                call.finish(miss("mode: batches that are run continuously keep their own KV"), 0)
+            self._local.call = call  # what it makes on its way is no other
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._local.call = outer
+
+        return batches
 
     def _expand(self, model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def expand(*args: Any, **kwargs: Any) -> Any:

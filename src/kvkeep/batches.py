@@ -8,7 +8,7 @@ from typing import Any
 
 from kvkeep import compat
 from kvkeep.inputs import Inputs
-from kvkeep.layouts import is_plain_cache
+from kvkeep.layouts import takes_lines
 from kvkeep.lines import Filled, Line, common_cut, lay_out
 from kvkeep.records import Match
 from kvkeep.served import Served, miss
@@ -38,7 +38,7 @@ def fill_batch(
         copies: how many sequences come of each line.
         watched: whether each line's last cached token is to be computed again.
     """
-    if not is_plain_cache(cache):
+    if not takes_lines(cache):
         return Served(miss(f"layout: a {type(cache).__name__} of these layers is filled one sequence at a time"))
     missed: list[Match] = []
 
@@ -67,6 +67,8 @@ def fill_batch(
         unwatched = [served.row is None for _, served in found.values()]
         if watched and any(unwatched) and not all(unwatched):
             return Served(miss("batch: of some lines one token can be computed again, of others none"))
+        if any(_lacks_rows(one, cache) for one, _ in found.values()):
+            return Served(miss("layout: the cache keeps every row of a layer of which an entry has a window alone"))
         held = slot if all(unwatched) else slot - 1
         lay_out(cache, held, [found[first][0] if first else None for first in places], copies)
         parts = tuple(
@@ -74,12 +76,23 @@ def fill_batch(
         )
         reason = missed[0].reason if missed else None
         reused = sum(found[first][0].held for first in places if first)
-        return Served(replace(parts[-1].match, reason=reason), held, held, reused=reused, parts=parts)
+        states = any(part.snapshots for part in parts)
+        match = replace(parts[-1].match, reason=reason)
+        return Served(match, held, held, snapshots=states, reused=reused, parts=parts)
     if missed:
         return Served(missed[0])
     if watched and slots - 1 > min(line.padding for line in lines):
         return Served(miss("guard: of a line a single token is stored, and one must be computed again"))
     return Served(miss("batch: the lines share no slot to be cut at"))
+
+
+def _lacks_rows(filled: Filled, cache: Any) -> bool:
+    """Whether a line has fewer rows than a layer of the batch's cache keeps: 4.57 drafts with every row of windows."""
+    kept = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
+    return any(
+        getattr(layer, "keys", None) is not None and layer.keys.shape[2] < filled.held and not any(kept[number:][:1])
+        for number, layer in enumerate(filled.cache.layers)
+    )
 
 
 def _end(served: Served) -> int:

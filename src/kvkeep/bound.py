@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from kvkeep import compat, saving
+from kvkeep import compat, prefilling, saving
 from kvkeep.attachment import attachment_of, reached
 from kvkeep.drafting import describe_encoder
 from kvkeep.empty_caches import new_cache, own_cache, quantized_cache
@@ -25,10 +25,11 @@ from kvkeep.identity import LiveIdentity
 from kvkeep.layouts import plans_of
 from kvkeep.legacy import to_pairs, tokens_for_pairs
 from kvkeep.lines import batch_lines
-from kvkeep.obstacles import refuse
 from kvkeep.reader import PromptReader
 from kvkeep.records import Entry, GenerateReport, Identity, Match
+from kvkeep.refusals import refuse, refuse_prompt
 from kvkeep.serving import Serving
+from kvkeep.storing import Storing, describe_idle
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
@@ -72,6 +73,7 @@ class BoundStore:
         self._reached = weakref.ref(reached(model))
         self._reader = PromptReader(self._live.model, tokenizer)
         self._serving = Serving(store, self._live, guard=guard, reported=self._reported)
+        self._storing = Storing(store, self._live, tokenizer, self._serving, guard)
 
     @property
     def tokenizer(self) -> Any:
@@ -214,13 +216,13 @@ class BoundStore:
         )
         if unstable is not None:
             log.warning("kvkeep: %s", unstable)
-        entry = saving.warm(self.store, self._live, self.tokenizer, inputs, progress)
+        entry = prefilling.warm(self._storing, inputs, progress)
         if name is None:
             return entry
         try:
             return self.store.name(entry, name, pin=pin, ttl=ttl)
         except EntryNotFoundError:  # evicted before it had its name, which now keeps it from that if it is pinned
-            entry = saving.warm(self.store, self._live, self.tokenizer, inputs, progress)
+            entry = prefilling.warm(self._storing, inputs, progress)
             return self.store.name(entry, name, pin=pin, ttl=ttl)
 
     @overload
@@ -276,9 +278,9 @@ class BoundStore:
             if name is not None:
                 raise InvalidRequestError("name= is for one entry: name those of a batch with store.name(entry, name)")
             lines = batch_lines(self._live.model(), input_ids, attention_mask)
-            return saving.save_lines(self.store, self._live, self.tokenizer, cache, lines, guard=guarded)
+            return saving.save_lines(self._storing, cache, lines, guard=guarded)
         held = self._reader.held(input_ids)
-        entry = saving.save(self.store, self._live, self.tokenizer, cache, held, guard=guarded)
+        entry = saving.save(self._storing, cache, held, guard=guarded)
         return entry if name is None else self.store.name(entry, name)
 
     def to_legacy(self, cache: Any) -> tuple[tuple[torch.Tensor, ...] | None, ...]:
@@ -296,7 +298,7 @@ class BoundStore:
             raise UnsupportedCacheError("the rows of a quantized cache are packed: a tuple cannot hold them")
         model = self._live.model()
         plans, paired = plans_of(model), compat.is_encoder_decoder(model)
-        states = saving.describe_idle(model, cache, tokens_for_pairs(cache, plans), plans, paired=paired)
+        states = describe_idle(model, cache, tokens_for_pairs(cache, plans), plans, paired=paired)
         return to_pairs(states, describe_encoder(cache, len(plans)) if paired else ())
 
     # --- generate ---
@@ -363,6 +365,7 @@ class BoundStore:
                 prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
             )
             generate_kwargs = {**inputs, **generate_kwargs}
+        refuse_prompt(model, generate_kwargs)
         inner = self._reached() or model
         with attachment_of(inner).running(inner, self._serving, guard=self.guard if guard is None else guard) as call:
             out = model.generate(**generate_kwargs)
@@ -398,6 +401,9 @@ class BoundStore:
     def _reported(self, report: GenerateReport) -> None:
         """Note what one call reused."""
         self.last_report = report
-        self.store.journal.generated(report)
+        try:
+            self.store.journal.generated(report)
+        except Exception as error:  # noqa: BLE001  # the caller's work goes on
+            self._serving.failed(error)
         if self._on_report is not None:
             self._on_report(report)

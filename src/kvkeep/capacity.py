@@ -192,8 +192,8 @@ class Capacity:
     def _remove_files(self, rows: Iterable[Row], held: Keys) -> list[Row]:
         """Remove the files of dropped rows, except of entries that somebody has come to hold meanwhile.
 
-        They are moved away first. Whoever holds an entry by a name looks whether it is there after that: so either
-        the name is seen here, or he sees that the entry is not there.
+        They are moved away first. Whoever holds an entry, by a name or by one that continues it, looks whether it is
+        there after that: so either this is seen here, or he sees that the entry is not there.
         """
         taken: dict[str, tuple[Row, str]] = {}
         gone: list[Row] = []
@@ -208,7 +208,10 @@ class Capacity:
                 gone.append(row)
             else:
                 taken[row.key] = row, name
-        kept = with_parents({key: row for key, (row, _) in taken.items()}, held()) if taken else set()
+        kept = set[str]()
+        if taken:
+            continued = {row.parent for row in self._catalog.rows() if row.parent is not None}
+            kept = with_parents({key: row for key, (row, _) in taken.items()}, {*held(), *continued})
         for key, (row, name) in taken.items():
             if key in kept:
                 self._files.put_back(name, key)

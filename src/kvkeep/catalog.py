@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvkeep.entry_format import Media
 from kvkeep.errors import EntryDamagedError, EntryUnknownError
 from kvkeep.forks import renew_after_fork
 from kvkeep.keys import BLOCK, common_prefix
-from kvkeep.matching import PrefixIndex, usable
+from kvkeep.matching import PrefixIndex, best_of
 from kvkeep.prefixes import Prefix, shared_with_media
 from kvkeep.records import Identity
 from kvkeep.storage.entries import EntryFiles
@@ -37,11 +37,19 @@ _PARTS = {
 class Catalog:
     """The rows of a store, in memory and in its index. Safe to use from several threads."""
 
-    def __init__(self, directory: Directory, files: EntryFiles, *, on_damage: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        files: EntryFiles,
+        *,
+        on_damage: Callable[[str], None],
+        on_trouble: Callable[[OSError], str],
+    ) -> None:
         self._files = files
         self._readonly = directory.readonly
         self._index = Index(directory, files)
         self._on_damage = on_damage
+        self._on_trouble = on_trouble
         self.after_fork()
         renew_after_fork(self)
 
@@ -66,6 +74,13 @@ class Catalog:
         with self._mutex:
             self._refresh()
             return self._prefixes.get(key)
+
+    def lineage(self, key: str) -> list[Row]:
+        """The row of an entry, and behind it those of what it continues; none if one of them is gone."""
+        with self._mutex:
+            self._refresh()
+            row = self._prefixes.get(key)
+            return [] if row is None else self._prefixes.lineage(row)
 
     def add(self, row: Row) -> None:
         """Add the row of an entry whose file was just published."""
@@ -201,32 +216,40 @@ class Catalog:
             self._refresh()
             for shared, rows in self._prefixes.candidates(identity, namespace.hex(), prefix, chain, form=form):
                 for row in rows:
-                    if row.start:
-                        continue  # a stretch behind token 0 takes its parents to read, which this version does not
-                    possible, _ = usable(row.trims, row.snapshots, row.end, shared + BLOCK - 1, limit)
+                    lineage = self._prefixes.lineage(row)
+                    if not lineage:
+                        continue
+                    possible, _, _ = best_of(lineage, shared + BLOCK - 1, limit)
                     if possible <= tokens and (possible or trouble):
                         continue  # its ids need no reading
-                    fits, why = self._fit(row, prefix, limit, obstacle)
+                    fits, link, why = self._fit(lineage, prefix, limit, obstacle)
                     trouble = trouble or why
                     if fits > tokens:
-                        tokens, best = fits, row
+                        tokens, best = fits, link
                 if tokens >= shared:  # rows that share fewer blocks cannot share more tokens than this
                     break
             if best is None:
                 return 0, None, trouble or self._explain_miss(identity, namespace, prefix, chain)
         return tokens, best, _why_no_more(best, prefix, tokens, min(best.end, limit))
 
-    def _fit(self, row: Row, prefix: Prefix, limit: int, obstacle: Obstacle | None) -> tuple[int, str | None]:
-        """How many leading tokens of an entry a prompt can use, and if none, why."""
-        if self._is_bad(row.key):
-            return 0, "damaged: the entry was found wrong, and this process passes it over"
-        common, other = shared_with_media(row.media, prefix.media, min(self._common(row, prefix), limit))
-        fits, why = usable(row.trims, row.snapshots, row.end, common, limit)
+    def _fit(
+        self, lineage: Sequence[Row], prefix: Prefix, limit: int, obstacle: Obstacle | None
+    ) -> tuple[int, Row, str | None]:
+        """How many leading tokens a prompt can use of an entry or what it continues, of which; and if none, why."""
+        row = lineage[0]
+        if any(self._is_bad(link.key) for link in lineage):
+            return 0, row, "damaged: the entry was found wrong, and this process passes it over"
+        try:
+            shared = self._common(lineage, prefix)
+        except OSError as error:
+            return 0, row, self._on_trouble(error)
+        common, other = shared_with_media(row.media, prefix.media, min(shared, limit))
+        fits, link, why = best_of(lineage, common, limit)
         if fits and obstacle is not None:
-            why = obstacle(row, fits)
+            why = obstacle(link, fits)
         if fits and why is None:
-            return fits, None
-        return 0, why or (None if other is None else _other_media(other))
+            return fits, link, None
+        return 0, row, why or (None if other is None else _other_media(other))
 
     def stranger(self, identity: Identity, namespace: bytes, prefix: Prefix) -> Row | None:
         """The entry that shares the most tokens with a prompt, of those computed with something else."""
@@ -234,8 +257,21 @@ class Catalog:
             self._refresh()
             return next(iter(self._prefixes.strangers(identity, prefix, prefix.chain(namespace))), None)
 
-    def _common(self, row: Row, prefix: Prefix) -> int:
-        """How many leading ids an entry shares with the prompt; 0 if it cannot be read now."""
+    def _common(self, lineage: Sequence[Row], prefix: Prefix) -> int:
+        """How many leading ids an entry shares with the prompt; 0 if it is gone or damaged. ``OSError`` as the disk."""
+        common, wanted = 0, prefix.ids.int32
+        stops = [*(row.start for row in lineage[-2::-1]), lineage[0].end]
+        for row, stop in zip(reversed(lineage), stops, strict=True):
+            ids = self._ids_of(row)
+            if ids is None:
+                return 0
+            common += common_prefix(ids[: 4 * (stop - row.start)], wanted[4 * row.start :])
+            if common < stop:
+                break
+        return common
+
+    def _ids_of(self, row: Row) -> bytes | None:
+        """The ids that an entry's own file holds, int32; ``None`` if it is gone or damaged. ``OSError`` as the disk."""
         stored = self._ids.get(row.key)
         if stored is None:
             try:
@@ -243,16 +279,14 @@ class Catalog:
                     stored = file.read_ids().int32
             except FileNotFoundError:
                 self.forget(row.key)
-                return 0
+                return None
             except EntryDamagedError as error:
                 self.damaged(row.key, error)
-                return 0
-            except OSError:
-                return 0
+                return None
             if len(self._ids) >= _IDS_KEPT:
                 self._ids.clear()
             self._ids[row.key] = stored
-        return common_prefix(stored, prefix.ids.int32)
+        return stored
 
     def _explain_miss(self, identity: Identity, namespace: bytes, prefix: Prefix, chain: list[bytes]) -> str:
         if not len(self._prefixes):

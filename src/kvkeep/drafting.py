@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from kvkeep._version import __version__
 from kvkeep.entry_format import EntryKey, EntryMeta, tensor_name
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
 from kvkeep.fingerprint import chat_template_digest
-from kvkeep.keys import TokenIds, prefix_chain, prefix_hash
+from kvkeep.grounds import WHOLE, Ground
+from kvkeep.keys import BLOCK, TokenIds, prefix_chain, prefix_hash
 from kvkeep.layouts import (
     DTYPE_NAMES,
     LayerPlan,
@@ -27,6 +29,7 @@ from kvkeep.legacy import describe_legacy, describe_legacy_cross, is_legacy, own
 from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
 from kvkeep.storage.entries import Draft, TensorSource
+from kvkeep.storage.entry_chain import PARENT_DIGESTS
 
 
 def describe(
@@ -93,8 +96,13 @@ def draft_entry(
     *,
     fields: Mapping[str, str] | None = None,
     cross: Sequence[LayerState] = (),
+    ground: Ground = WHOLE,
 ) -> Draft:
-    """The draft of an entry that starts at token 0. Tensors on the CPU are not copied: they must stay as they are."""
+    """The draft of an entry, of ids and states from token 0 on, of which it holds what its ground does not.
+
+    Tensors on the CPU are not copied: they must stay as they are.
+    """
+    states = [rows_from(state, ground.start) for state in states]
     tensors = {
         tensor_name(stem, number, role): _source(tensor, number, state.record.tensors[role])
         for stem, group in (("layers", states), ("cross", cross))
@@ -103,8 +111,9 @@ def draft_entry(
     }
     meta = EntryMeta(
         key=key,
-        start=0,
+        start=ground.start,
         end=len(ids),
+        parent=ground.parent,
         layers=tuple(state.record for state in states),
         cross=tuple(state.record for state in cross) or None,
         created=int(time.time()),
@@ -114,10 +123,23 @@ def draft_entry(
             "config": dump_fields(fields or {}),
             "chat_template": chat_template_digest(tokenizer),
             "model_type": str(getattr(model.config, "model_type", "")),
+            **({} if ground.digests is None else {PARENT_DIGESTS: ground.digests}),
         },
     )
-    chain = prefix_chain(ids, bytes.fromhex(key.namespace))[1:]
-    return Draft(meta=meta, ids=ids, chain=chain, tensors=tensors)
+    chain = prefix_chain(ids, bytes.fromhex(key.namespace))[ground.start // BLOCK + 1 :]
+    return Draft(meta=meta, ids=ids[ground.start :], chain=chain, tensors=tensors)
+
+
+def rows_from(state: LayerState, first: int) -> LayerState:
+    """The same layer without the rows before position ``first``."""
+    record = state.record
+    if not record.rows or record.first >= first:
+        return state
+    tensors = {
+        role: tensor[:, first - record.first :] if record.tensors[role] == "rows" else tensor
+        for role, tensor in state.tensors.items()
+    }
+    return LayerState(replace(record, first=first, rows=record.first + record.rows - first), tensors)
 
 
 def dump_fields(fields: Mapping[str, str]) -> str:

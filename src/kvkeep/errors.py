@@ -16,8 +16,10 @@
     │       └── StoreFullError         4   over the budget, or the disk's floor
     ├── EntryError                     5   one entry                          (ValueError)
     │   ├── EntryNotFoundError         5   no such entry or name              (KeyError)
+    │   ├── EntryInUseError            5   others continue it                 (ValueError)
     │   └── EntryDamagedError          5   its bytes are not what was stored  (ValueError)
-    │       └── EntryUnknownError      5   it is of a kind that a newer kvkeep writes
+    │       ├── EntryUnknownError      5   it is of a kind that a newer kvkeep writes
+    │       └── EntryUntrustedError    5   none of the store's keys has signed it
     └── MissingDependencyError         6   an extra is not installed          (ImportError)
 
 Each leaf is also the builtin that it specialises, so that code which knows nothing of kvkeep can catch it. A lookup
@@ -101,6 +103,10 @@ class EntryNotFoundError(EntryError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class EntryInUseError(EntryError):
+    """The entry cannot be removed alone, because others continue it."""
+
+
 class EntryDamagedError(EntryError):
     """The bytes of an entry are not the bytes that were stored. ``reason`` says which check failed."""
 
@@ -111,6 +117,10 @@ class EntryDamagedError(EntryError):
 
 class EntryUnknownError(EntryDamagedError):
     """The entry uses something of the format that this version does not know. It is a miss, and stays where it is."""
+
+
+class EntryUntrustedError(EntryDamagedError):
+    """The entry was not signed with any of the store's keys. It is a miss, and stays until a signed one replaces it."""
 
 
 class MissingDependencyError(KvkeepError, ImportError):

@@ -204,6 +204,7 @@ class Call:
         extras = compat.generation_inputs(model_kwargs)
         compat.add_repeats(cache, compat.text_config(model))
         self.quantized = take_quantized(cache)
+        self.drafts, self.chunked = is_assisted(mode), bool(getattr(generation_config, "prefill_chunk_size", None))
         try:
             lines = read_lines(self.ids, None if mask is None else mask[:: self.expansion])
             if len(lines) * self.expansion > 1 or lines[0].padding:
@@ -215,7 +216,6 @@ class Call:
             return
         self.inputs = inputs
         new = max(1, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
-        self.drafts, self.chunked = is_assisted(mode), bool(getattr(generation_config, "prefill_chunk_size", None))
         room = 0 if self.drafts else new  # drafts are cropped: no room
         served, apart = self._fill_agreed(cache, inputs, room)
         self.served = served
@@ -328,11 +328,13 @@ class Call:
         elif self.quantized and any(line.padding for line in lines):
             served = Served(miss("batch: padding, which is not stored, decides the scales of a quantized cache"))
         else:
-            served = self.source.fill_lines(cache, lines, copies=self.expansion, guard=self.guard)
+            served = self.source.fill_lines(
+                cache, lines, copies=self.expansion, guard=self.guard, ids=self.all_ids, chunked=self.chunked
+            )
         self.served, self.seconds = served, time.perf_counter() - began
         if not served.watched:
             self.finish(served.match, served.reused)
-        elif not self._is_kept(cache, served.held):
+        elif self.drafts or not self._is_kept(cache, served.held):
             feed_slots(model, cache, self.all_ids, mask, served.held, served.held + 1)
             self._settle(cache, *self._objection(model, cache, served, served.held + 1))
 

@@ -16,6 +16,8 @@ import torch
 from kvkeep import compat
 from kvkeep.errors import InvalidPromptError
 from kvkeep.inputs import Inputs, read_inputs
+from kvkeep.layouts import has_states, lay_states
+from kvkeep.prefill import check_known
 from kvkeep.prompts import left_padding, read_ids
 
 
@@ -72,13 +74,17 @@ def batch_lines(model: Any, input_ids: Any, attention_mask: Any) -> list[Line]:
         InvalidPromptError: if these are not ids and a mask of several lines, or a line has padding within.
         UnsupportedRequestError: for ids that stand for pictures.
     """
-    ids, mask = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
+    try:
+        ids, mask = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidPromptError(f"a batch is ids and a mask of [lines, slots]: {error}") from error
     if ids.dim() != 2 or mask.dim() != 2 or ids.shape[0] != mask.shape[0] or mask.shape[1] > ids.shape[1]:
         raise InvalidPromptError(
             f"a batch is ids and a mask of [lines, slots]; these are {list(ids.shape)} and {list(mask.shape)}"
         )
     lines = read_lines(ids, torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1))
     for line in lines:
+        check_known(model, line.inputs.ids)
         read_inputs(model, line.inputs.ids, {})
     return lines
 
@@ -113,18 +119,22 @@ def common_cut(lines: Sequence[Line], reach: Reach, *, at_most: int, watched: bo
 def lay_out(cache: Any, slots: int, filled: Sequence[Filled | None], copies: int) -> None:
     """Make the empty cache of a batch hold so many slots: the lines' caches at the end of them, each ``copies`` times.
 
-    A line of ``None`` has only padding there.
+    A line of ``None`` has only padding there, which there must not be where a layer has a state.
     """
-    first = next(one.cache for one in filled if one is not None)
-    for number, layer in enumerate(first.layers):
+    own = [None if one is None else one.cache.layers for one in filled]
+    first = next(layers for layers in own if layers is not None)
+    for number, layer in enumerate(first):
+        if has_states(layer):
+            lay_states(cache.layers[number], [layers[number] for layers in own if layers is not None], copies)
+        if getattr(layer, "keys", None) is None:
+            continue
         laid = [
             like.new_ones((len(filled) * copies, like.shape[1], slots, like.shape[3]))  # zeros count as free in 4.57
             for like in (layer.keys, layer.values)
         ]
-        for place, one in enumerate(filled):
-            if one is not None:
-                own = one.cache.layers[number]
-                for target, rows in zip(laid, (own.keys, own.values), strict=True):
+        for place, layers in enumerate(own):
+            if layers is not None:
+                for target, rows in zip(laid, (layers[number].keys, layers[number].values), strict=True):
                     target[place * copies : (place + 1) * copies, :, slots - rows.shape[2] :] = rows
         compat.extend(cache, number, laid[0], laid[1])
     compat.rest(cache)

@@ -20,6 +20,7 @@ from kvkeep.entry_format import EntryMeta, Media
 from kvkeep.keys import BLOCK, DIGEST_SIZE, common_prefix, prefix_hash
 from kvkeep.prefixes import Prefix, before_tokens, media_before, with_media
 from kvkeep.records import Identity
+from kvkeep.storage.entry_chain import MAX_LINKS
 from kvkeep.storage.rows import Row, has_snapshots, trims
 
 NEAR = 16
@@ -54,6 +55,21 @@ class PrefixIndex:
     def rows(self) -> list[Row]:
         """All rows."""
         return list(self._rows.values())
+
+    def is_whole(self, key: str) -> bool:
+        """Whether the row of a key is here, and those of all that it continues."""
+        return key in self._paths
+
+    def lineage(self, row: Row) -> list[Row]:
+        """A row, and behind it those that it continues, up to the one from token 0; none if one of them is gone."""
+        links: list[Row] = []
+        link: Row | None = row
+        while link is not None and len(links) < MAX_LINKS:
+            links.append(link)
+            if link.parent is None:
+                return links
+            link = self._rows.get(link.parent)
+        return []
 
     def add(self, row: Row) -> None:
         """Add a row, in the place of another with its key."""
@@ -177,6 +193,8 @@ class PrefixIndex:
         parent, path = self._rows.get(row.parent), self._paths.get(row.parent)
         if parent is None or path is None or parent.end < row.start or _group(parent) != _group(row):
             return None
+        if not self.lineage(row):
+            return None
         return path[: row.start // BLOCK * DIGEST_SIZE] + _with_media(row)
 
     def _shelf(self, row: Row, shelves: dict[_Group, list[_Place]]) -> list[_Place]:
@@ -235,7 +253,7 @@ def _whole(places: list[_Place], at: int, shared: bytes, prefix: Prefix, chain: 
 
 
 def usable(
-    trims: Iterable[tuple[int, int]], snapshots: bool, end: int, common: int, limit: int, *, start: int = 0
+    trims: Iterable[tuple[int, int]], snapshots: bool, end: int, common: int, limit: int
 ) -> tuple[int, str | None]:
     """How many leading tokens of an entry a prompt can use.
 
@@ -245,7 +263,6 @@ def usable(
         end: the entry's tokens.
         common: how many leading ids it shares with the prompt.
         limit: how many tokens the prompt can use at most.
-        start: where the entry's file starts; rows before are for its parents to give.
 
     Returns:
         The tokens, and why it is 0 although something is shared: a reason for a :class:`~kvkeep.Match`.
@@ -253,14 +270,14 @@ def usable(
     tokens = min(common, limit)
     if tokens >= end:
         return end, None
-    if tokens <= start:
+    if tokens <= 0:
         return 0, None
     obstacle: str | None = None
     if snapshots:
         obstacle = "its state is valid at its end alone"
     for first, window in trims:
         # The next token attends to window - 1 tokens before it; more tokens never need an earlier row.
-        if first > max(start, tokens - (window - 1) if window else 0):
+        if first > max(0, tokens - (window - 1) if window else 0):
             kind = f"sliding layers (window {window})" if window else "full layers"
             obstacle = f"its {kind} keep no rows before token {first}"
     if obstacle is None:
@@ -268,6 +285,42 @@ def usable(
     return 0, f"trim: the prompt can use {tokens} of the entry's {end} tokens, and {obstacle}"
 
 
+def joined_trims(lineage: Sequence[Row]) -> tuple[tuple[int, int], ...]:
+    """The :attr:`~kvkeep.storage.rows.Row.trims` of an entry together with what it continues.
+
+    Where layers of one window begin at different rows, the fewest rows count.
+    """
+    first: dict[int, int] = {}
+    for row in reversed(lineage):
+        own: dict[int, int] = {}
+        for begin, window in row.trims:
+            own[window] = max(begin, own.get(window, 0))
+        for window, begin in own.items():
+            first[window] = min(begin, first.get(window, begin)) if begin == row.start else begin
+    return tuple((begin, window) for window, begin in first.items())
+
+
+def best_of(lineage: Sequence[Row], common: int, limit: int) -> tuple[int, Row, str | None]:
+    """How many leading tokens a prompt can use of an entry or of one that it continues, and which that is.
+
+    Args:
+        lineage: see :meth:`PrefixIndex.lineage`.
+        common: how many leading ids the entry shares with the prompt.
+        limit: how many tokens the prompt can use at most.
+
+    Returns:
+        The tokens, the row, and why it is 0 although something is shared, as :func:`usable`.
+    """
+    best, found, why = 0, lineage[0], None
+    for at, row in enumerate(lineage):
+        trims = joined_trims(lineage[at:]) if row.start else row.trims
+        tokens, obstacle = usable(trims, row.snapshots, row.end, common, limit)
+        why = why or obstacle
+        if tokens and tokens >= best:  # of two that give as many, the one with less to open
+            best, found = tokens, row
+    return best, found, None if best else why
+
+
 def can_trim(meta: EntryMeta, tokens: int) -> bool:
     """Whether the first ``tokens`` tokens of an entry, and at least one, can be used without the rest of it."""
-    return tokens > 0 and usable(trims(meta), has_snapshots(meta), meta.end, tokens, tokens, start=meta.start)[0] > 0
+    return tokens > 0 and usable(trims(meta), has_snapshots(meta), meta.end, tokens, tokens)[0] > 0

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 
 from kvkeep import compat
-from kvkeep.errors import UnsupportedRequestError
 from kvkeep.inputs import unknown_inputs
 from kvkeep.placement import shard_of
 from kvkeep.ranks import Ranks
@@ -50,26 +49,6 @@ class Asked(Protocol):
     @property
     def heard(self) -> Mapping[str, Any] | None:
         """What an encoder is fed."""
-
-
-def refuse(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what no stored prefix can serve, where the caller explicitly asks for one.
-
-    Raises:
-        UnsupportedRequestError: saying what to do instead.
-    """
-    config = arguments.get("generation_config") or getattr(model, "generation_config", None)
-    if arguments.get("use_cache", getattr(config, "use_cache", True)) is False:
-        raise UnsupportedRequestError("use_cache=False throws stored KV away: leave it out, or call model.generate")
-    if model.training:
-        raise UnsupportedRequestError("the model is in training mode (dropout changes KV): call model.eval() first")
-    if arguments.get("inputs_embeds") is not None and not compat.is_encoder_decoder(model):
-        raise UnsupportedRequestError("inputs_embeds have no token ids to look up: pass input_ids instead")
-    for name in ("cache", "past_key_values"):
-        if arguments.get(name) is not None:
-            raise UnsupportedRequestError(
-                f"{name}= and a store exclude each other: keep it with kv.save({name}, input_ids), then leave it out"
-            )
 
 
 def paired_obstacle(model: Any, call: Asked, generation_config: Any, mode: Any) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvkeep import compat
@@ -23,6 +24,8 @@ def prefill(
     *,
     tokens: int | None = None,
     chunk: int = CHUNK,
+    cache: Any = None,
+    begin: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Any:
     """Compute a cache of the inputs with every row of every layer kept, without dropout and without gradients.
@@ -34,6 +37,8 @@ def prefill(
         inputs: what it is fed.
         tokens: how many tokens of it; all of them by default.
         chunk: tokens a forward pass, more where a picture would be cut.
+        cache: a cache to extend instead of a new one.
+        begin: how many tokens it holds.
         progress: called with the number of tokens done.
 
     Raises:
@@ -42,10 +47,10 @@ def prefill(
     """
     check_known(model, inputs.ids)
     inputs = with_encoder(model, inputs)
-    cache = empty_cache(model, inputs)
+    cache = empty_cache(model, inputs) if cache is None else cache
     total = len(inputs) if tokens is None else tokens
-    for begin, end in passes(inputs, total, chunk):
-        feed(model, cache, inputs, begin, end)
+    for first, end in passes(inputs, total, chunk, begin):
+        feed(model, cache, inputs, first, end)
         if progress is not None:
             progress(end)
     if compat.counts_tokens(cache) and compat.cached_tokens(cache) != total:
@@ -81,9 +86,8 @@ def with_encoder(model: Any, inputs: Inputs) -> Inputs:
         raise InvalidPromptError(f"the encoder does not take this prompt: {error}") from error
 
 
-def passes(inputs: Inputs, tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
+def passes(inputs: Inputs, tokens: int, chunk: int, begin: int = 0) -> Iterator[tuple[int, int]]:
     """The stretches [begin, end) of the first ``tokens`` tokens that are fed in one pass each."""
-    begin = 0
     while begin < tokens:
         end = min(inputs.whole(begin + chunk), tokens)
         yield begin, end
@@ -92,21 +96,39 @@ def passes(inputs: Inputs, tokens: int, chunk: int) -> Iterator[tuple[int, int]]
 
 def check_known(model: Any, ids: TokenIds) -> None:
     """Raise InvalidPromptError for an id that the model does not know."""
-    rows = known_ids(model)
-    if rows is None or max(ids.tolist(), default=0) < rows:
+    rows, values = known_ids(model), np.frombuffer(ids.int32, dtype="<i4")
+    if rows is None or not len(values) or values.max() < rows:
         return
     known = frozenset().union(*compat.media_tokens(model).values())  # their embeddings come from elsewhere
     largest = max((one for one in ids.tolist() if one not in known), default=0)
     if largest >= rows:
-        raise InvalidPromptError(f"the prompt holds the id {largest}, and the model knows ids below {rows}")
+        raise InvalidPromptError(_unknown(largest, rows))
+
+
+def check_ids(model: Any, ids: torch.Tensor) -> None:
+    """The same for a tensor of ids of any shape; for a negative id, too."""
+    smallest, largest = (int(one) for one in torch.aminmax(ids))
+    if smallest < 0:
+        raise InvalidPromptError(f"token ids are at least 0, and the prompt holds {smallest}")
+    rows = known_ids(model)
+    plain = compat.text_config(model) is model.config or compat.media_tokens(model)
+    if rows is not None and largest >= rows and plain:  # of others nobody knows what they do with their ids
+        check_known(model, TokenIds.of(ids.flatten().tolist()))
+
+
+def _unknown(largest: int, rows: int) -> str:
+    return (
+        f"the prompt holds the id {largest}, and the model knows ids below {rows}: the tokenizer is another model's, "
+        "or has tokens that the model was not resized for"
+    )
 
 
 def known_ids(model: Any) -> int | None:
-    """How many ids the model knows, or ``None`` if its input embeddings are not one table."""
+    """How many ids the model knows, or ``None`` if its input embeddings are not one table, whole in this process."""
     reader = model.get_decoder() if compat.is_encoder_decoder(model) else model
     embeddings = reader.get_input_embeddings() if hasattr(reader, "get_input_embeddings") else None
     weight = getattr(embeddings, "weight", None)
-    return None if weight is None else int(weight.shape[0])
+    return None if weight is None or weight.dim() != 2 else int(weight.shape[0]) or None
 
 
 def feed(model: Any, cache: Any, inputs: Inputs, begin: int, end: int, *, logits: bool = False) -> torch.Tensor | None:

@@ -255,6 +255,8 @@ def _is_prompt(value: Any) -> bool:
 
 def _read_array(ids: torch.Tensor | np.ndarray[Any, Any]) -> TokenIds:
     if isinstance(ids, torch.Tensor):
+        if ids.is_meta or ids.layout != torch.strided:
+            raise InvalidPromptError("a prompt's token ids must be a dense tensor with values")
         if ids.is_floating_point() or ids.is_complex():  # asked here: numpy has no bfloat16
             raise InvalidPromptError(f"a prompt's token ids must be integers, not {ids.dtype}")
         ids = ids.detach().cpu().numpy()

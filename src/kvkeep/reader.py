@@ -12,6 +12,7 @@ from kvkeep.chat import stable_prefix
 from kvkeep.errors import InvalidPromptError, InvalidRequestError
 from kvkeep.inputs import Inputs, input_device, read_inputs, read_paired
 from kvkeep.keys import TokenIds, common_prefix
+from kvkeep.prefill import check_known
 from kvkeep.prefixes import uncut
 from kvkeep.prompts import (
     Prompt,
@@ -44,6 +45,7 @@ class PromptReader:
             given = read_encoder_prompt(prompt, self.tokenizer, compat.encoder_input_name(model, {}))
             return read_paired(model, _decoder_ids(model, given), given)
         read = read_prompt(prompt, self.tokenizer, **chat)
+        check_known(model, read.ids)
         return read_inputs(model, read.ids, read.extras)
 
     def prefix(self, prompt: Any, **chat: Unpack[Templating]) -> tuple[Inputs, str | None]:
@@ -70,6 +72,7 @@ class PromptReader:
             rest = {name: value for name, value in given.items() if name != "decoder_input_ids"}
             return read_paired(model, read_ids(given["decoder_input_ids"]), rest)
         read = read_prompt(given, None) if isinstance(given, Mapping) else Prompt(read_ids(given), {}, "ids")
+        check_known(model, read.ids)
         return read_inputs(model, read.ids, read.extras)
 
     def arguments(self, prompt: Any, **chat: Unpack[Templating]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from kvkeep.guard import StoredRow
 from kvkeep.inputs import Inputs
 from kvkeep.lines import Line
@@ -55,6 +57,9 @@ class Source(Protocol):
     guard: bool
     """Whether calls are guarded that do not say so themselves."""
 
+    def lookup(self, inputs: Inputs) -> Match:
+        """How many leading tokens of a prompt could be served, at most all but the last."""
+
     def fill(
         self,
         cache: Any,
@@ -71,8 +76,20 @@ class Source(Protocol):
         ``chunked`` the rest of the prompt is going to be fed in several passes.
         """
 
-    def fill_lines(self, cache: Any, lines: Sequence[Line], *, copies: int, guard: bool) -> Served:
-        """Fill an empty cache of several lines, each with padding before it, and each so many times."""
+    def fill_lines(
+        self,
+        cache: Any,
+        lines: Sequence[Line],
+        *,
+        copies: int,
+        guard: bool,
+        ids: torch.Tensor | None = None,
+        chunked: bool = False,
+    ) -> Served:
+        """Fill an empty cache of several lines, each with padding before it, and each so many times.
+
+        ``ids``, [lines of the cache, slots], are going to be fed, with ``chunked`` in several passes.
+        """
 
     def arguments(self, inputs: Inputs, *, guard: bool) -> tuple[dict[str, Any], Served]:
         """The same as arguments for ``generate``: a filled cache, and what keeps the config from contradicting it."""

@@ -16,7 +16,7 @@ from kvkeep.catalog import Obstacle
 from kvkeep.drafting import differing_fields
 from kvkeep.encoded import EncoderInput
 from kvkeep.entry_format import EntryMeta
-from kvkeep.errors import EntryError, KvkeepError, UnsupportedCacheError, UnsupportedRequestError
+from kvkeep.errors import EntryError, UnsupportedCacheError, UnsupportedRequestError
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device
@@ -24,11 +24,12 @@ from kvkeep.layouts import Buffers, fill_cache, fill_paired, plans_of, positions
 from kvkeep.lines import Line
 from kvkeep.manner import manner_of, places_by_mask
 from kvkeep.matching import can_trim
-from kvkeep.prefill import feed
+from kvkeep.prefill import feed, feed_slots
 from kvkeep.ranks import ranks_of
 from kvkeep.records import GenerateReport, Identity, Match
 from kvkeep.served import Served, miss
 from kvkeep.storage.entries import EntryFile
+from kvkeep.storage.entry_chain import EntryChain
 from kvkeep.storage.index import Row
 from kvkeep.storage.rows import has_snapshots, trims
 
@@ -81,23 +82,28 @@ class Serving:
         return [self._lookup(inputs, form), self._lookup(inputs, "exact")]
 
     def _lookup(self, inputs: Inputs, form: str) -> Match:
+        total = len(inputs)
         try:
             identity = self._live.current()
+            refused = self._refused(total)
+            if refused is not None:
+                return miss(refused)
+            limit, obstacle = _limit(inputs), self._obstacle(total)
+            match = self._store.find(identity, inputs.prefix, limit=limit, obstacle=obstacle, form=form)
+            match = self._named(match, identity, inputs)
+            if match.entry is None or inputs.encoder is None:
+                return match
+            return _with_encoder(match, positions_of(self._store.header(match.entry.key).meta), total)
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             return miss(f"identity: {error}")
-        total = len(inputs)
-        refused = self._refused(total)
-        if refused is not None:
-            return miss(refused)
-        limit, obstacle = _limit(inputs), self._obstacle(total)
-        match = self._store.find(identity, inputs.prefix, limit=limit, obstacle=obstacle, form=form)
-        match = self._named(match, identity, inputs)
-        if match.entry is None or inputs.encoder is None:
-            return match
-        try:
-            return _with_encoder(match, positions_of(self._store.header(match.entry.key).meta), total)
-        except (EntryError, OSError) as error:
+        except EntryError as error:
             return miss(f"damaged: {error}")
+        except Exception as error:  # noqa: BLE001  # whatever is wrong with a store, the caller's work goes on
+            return miss(self.failed(error))
+
+    def failed(self, error: Exception) -> str:
+        """The reason of a miss for what a store raised, logged once; raises it where the store is told to."""
+        return self._store.failed(error)
 
     def fill(
         self,
@@ -120,7 +126,7 @@ class Serving:
         """
         model, total, served = self._live.model(), len(inputs), Served(miss(None))
 
-        def use(file: EntryFile, tokens: int) -> None:
+        def use(file: EntryFile | EntryChain, tokens: int) -> None:
             nonlocal served
 
             meta, tensors, rule = file.header.meta, file.header.tensors, self._live.length_rule()
@@ -154,12 +160,9 @@ class Serving:
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             compat.empty_cache(cache)
             return Served(miss(f"identity: {error}"))
-        except Exception as error:  # whatever is wrong with a store, the caller's work goes on
-            if self._store.on_error == "raise":
-                raise
-            log.warning("kvkeep: the store %s failed (%s); the prompt is computed instead", self._store.path, error)
+        except Exception as error:  # noqa: BLE001  # whatever is wrong with a store, the caller's work goes on
             compat.empty_cache(cache)
-            return Served(miss(f"error: {type(error).__name__}: {error}"))
+            return Served(miss(self.failed(error)))
         if not match:
             return Served(match)
         if guard and served.row is None and match.tokens == 1 and not served.snapshots and inputs.encoder is None:
@@ -180,7 +183,16 @@ class Serving:
             served = replace(served, encoder=compat.nothing_encoded(self._live.model(), served.positions))
         return _with_encoder(match, served.positions, total), served
 
-    def fill_lines(self, cache: Any, lines: Sequence[Line], *, copies: int, guard: bool) -> Served:
+    def fill_lines(
+        self,
+        cache: Any,
+        lines: Sequence[Line],
+        *,
+        copies: int,
+        guard: bool,
+        ids: torch.Tensor | None = None,
+        chunked: bool = False,
+    ) -> Served:
         """Fill an empty cache of several lines with what is stored of all of them, up to one slot.
 
         Args:
@@ -188,32 +200,43 @@ class Serving:
             lines: the lines, each with its padding.
             copies: how many sequences come of each line.
             guard: leave the last slot out, and give the stored rows of its tokens.
+            ids: what is going to be fed, for each line of the cache, [lines, slots]; none where that is the caller's.
+            chunked: whether it is going to be fed in several passes.
         """
         model = self._live.model()
         try:
-            plain = all(plan.plain for plan in self._live.asked(plans_of))
+            plans = self._live.asked(plans_of)
         except UnsupportedCacheError as error:
             return Served(miss(f"layout: {error}"))
-        if self._live.length_rule() is not None or not plain:
+        if self._live.length_rule() is not None or compat.is_owned(cache) or not all(plan.copies for plan in plans):
             return Served(miss("batch: this model's layout is served one sequence at a time"))
+        states = any(plan.snapshot for plan in plans)
+        if states and any(line.padding for line in lines):
+            return Served(miss("batch: a state stands for all tokens before it, and these lines are of other lengths"))
         if any(line.padding for line in lines) and not self._live.asked(places_by_mask):
             return Served(miss(f"batch: {type(model).__name__} places tokens by their slot, padding counted"))
         try:
-            return fill_batch(
+            served = fill_batch(
                 cache,
                 lines,
                 self.lookup,
                 partial(self.fill, guard=guard),
                 config=compat.text_config(model),
                 copies=copies,
-                watched=guard,
+                watched=guard and not states,
             )
-        except Exception as error:  # whatever is wrong, the caller's work goes on
-            if self._store.on_error == "raise":
-                raise
-            log.warning("kvkeep: a batch could not be filled (%s); the prompts are computed instead", error)
+        except Exception as error:  # noqa: BLE001  # whatever is wrong, the caller's work goes on
             compat.empty_cache(cache)
-            return Served(miss(f"error: {type(error).__name__}: {error}"))
+            return Served(miss(self.failed(error)))
+        if not (served.match and states) or ids is None:
+            return served
+        steps = self._steps(served, ids.shape[1])
+        if (why := self._unfit(cache, served, steps, chunked=chunked)) is not None:
+            compat.empty_cache(cache)
+            return Served(miss(f"layout: {type(model).__name__} {why}"))
+        for at in range(served.held, served.held + steps):
+            feed_slots(model, cache, ids, None, at, at + 1)
+        return replace(served, cached=served.held + steps)
 
     def _steps(self, served: Served, total: int) -> int:
         """How many tokens of the prompt must be fed one by one before ``generate`` feeds the last."""
@@ -361,15 +384,15 @@ class Serving:
             self._store.refute(entry.key, f"guard: {why}", served.file)
         except UnsupportedRequestError as error:  # the model has become one that cannot be hashed
             return miss(f"identity: {error}")
-        except (KvkeepError, OSError) as error:  # the caller's work goes on
-            log.warning("kvkeep: a wrong entry (%s) could not be set aside: %s", why, error)
+        except Exception as error:  # noqa: BLE001  # the caller's work goes on
+            return miss(f"guard: {why}; the entry could not be set aside ({self.failed(error)})")
         return miss(f"guard: {why}; the entry is set aside")
 
 
 class _Layers:
     """The layers of an open entry, as :func:`~kvkeep.layouts.fill_cache` reads them."""
 
-    def __init__(self, file: EntryFile, stem: str = "layers") -> None:
+    def __init__(self, file: EntryFile | EntryChain, stem: str = "layers") -> None:
         self._file = file
         self._stem = stem
 

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.capacity import Capacity
 from kvkeep.catalog import Catalog, Obstacle
 from kvkeep.collection import GRACE, QUARANTINE_DAYS, Collection, Collector
-from kvkeep.entry_format import Header
+from kvkeep.entry_format import EntryMeta, Header
 from kvkeep.errors import (
     EntryDamagedError,
     EntryError,
+    EntryInUseError,
     EntryNotFoundError,
     EntryUnknownError,
     InvalidRequestError,
@@ -28,7 +29,9 @@ from kvkeep.errors import (
     StoreWriteError,
 )
 from kvkeep.eviction import EvictionPolicy, PolicyName, policy_of
+from kvkeep.grounds import MIN_SHARED, WHOLE, Ground, ground_on, outdated
 from kvkeep.keys import TokenIds, namespace_digest
+from kvkeep.matching import best_of
 from kvkeep.prefixes import Prefix, before_tokens, shared_with_media
 from kvkeep.records import Entry, GenerateReport, Identity, Match
 from kvkeep.settings import Durability, OnError, Verify, default_store_path, parse_size
@@ -36,6 +39,7 @@ from kvkeep.storage import skeleton
 from kvkeep.storage.batch import Batch
 from kvkeep.storage.budget import Limits
 from kvkeep.storage.entries import Draft, EntryFile, EntryFiles
+from kvkeep.storage.entry_chain import MAX_LINKS, PARENT_DIGESTS, EntryChain, Place, open_entry
 from kvkeep.storage.fileio import changing
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.index import Row
@@ -43,6 +47,7 @@ from kvkeep.storage.journal import Journal
 from kvkeep.storage.locks import KeyLocks
 from kvkeep.storage.refs import Ref, Refs
 from kvkeep.storage.verified import FileIdentity
+from kvkeep.trouble import Trouble
 
 if TYPE_CHECKING:
     from kvkeep.bound import BoundStore
@@ -68,7 +73,9 @@ class CacheStore:
         shared: let the directory's group read and write (modes 2770 and 0440) instead of this user alone. Decided when
             the store is made; an existing one stays what it is.
         verify: ``"first"`` checks the digests of what is read once a process, ``"always"`` each time, ``"never"`` not.
-        on_error: ``"miss"`` turns an unreadable store into a miss with a reason; ``"raise"`` raises.
+        on_error: ``"miss"`` turns whatever is wrong with the store while a program looks up or generates into a miss
+            with a reason, and logs it once in a while; ``"raise"`` raises it. What asks for something to be stored
+            raises in any case.
         strict_identity: make an entry that another attention kernel computed a miss. Without it, kernels that
             transformers ships serve each other: the same numbers, rounded differently.
         lock_timeout: seconds to wait for another process that prefills the same prefix.
@@ -133,7 +140,8 @@ class CacheStore:
             self._directory = Directory(self.path, readonly=readonly, shared=found.shared, sync=durability == "full")
         self._files = EntryFiles(self._directory, verify=verify)
         self.journal = Journal(self._directory)
-        self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged)
+        self._trouble = Trouble(f"the store {self.path}")
+        self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged, on_trouble=self.failed)
         self._locks = KeyLocks(self._directory)
         self._refs = Refs(self._directory)
         self._capacity = Capacity(
@@ -228,36 +236,97 @@ class CacheStore:
             raise EntryNotFoundError(f"no entry has the key {key}") from None
 
     def get(self, key: str) -> Entry | None:
-        """The entry with exactly this key, if its file is there and its header is sound."""
+        """The entry with exactly this key, if its file is there and its header is sound, and all that it continues is.
+
+        One that continues what is gone serves nobody any more, and is removed.
+        """
+        found = self._row_of(key)
+        if found is None:
+            return None
+        (row, _), link = found, found
+        for _ in range(MAX_LINKS):
+            parent = link[0].parent
+            if parent is None:
+                return _entry(row, self._names().get(key, ()))
+            before, (_, meta) = self._row_of(parent), link
+            if before is None or meta.recorded.get(PARENT_DIGESTS) not in (None, before[1].digests):
+                break
+            link = before
+        if not self.readonly:
+            log.warning("kvkeep: entry %s continues one that is gone; it will be computed again", key)
+            self._catalog.forget(key)
+            self._files.remove(key)
+        return None
+
+    def _row_of(self, key: str) -> tuple[Row, EntryMeta] | None:
+        """The row and the metadata of an entry by itself, if its file is there and its header is sound."""
         try:
             with self._files.open(key) as file:
                 row = self._catalog.row(key)
                 if row is None:
                     row = Row.from_header(file.header, b"".join(file.read_chain()))
                     self._catalog.learn(row)
+                return row, file.header.meta
         except FileNotFoundError:
             return None
         except EntryDamagedError as error:
             self._catalog.damaged(key, error)
             return None
-        return _entry(row, self._names().get(key, ()))
 
     def verify(self, key: str) -> str | None:
         """Check every byte of an entry: ``None`` if it is whole, else what is wrong. A damaged one is set aside."""
-        file = None
+        place = Place(key)
         try:
-            with self._files.open(key) as file:
+            with open_entry(self._files, place) as file:
                 file.verify_all()
         except FileNotFoundError:
-            return "the file is gone"
+            return "the file is gone" if place.key == key else f"the entry {place.key} that it continues is gone"
         except EntryDamagedError as error:
-            self._catalog.damaged(key, error, None if file is None else file.identity)
-            return error.reason
+            self._catalog.damaged(place.key, error, place.file)
+            return error.reason if place.key == key else f"{place.key}, which it continues: {error.reason}"
         return None
 
-    def remove(self, key: str) -> bool:
-        """Remove an entry and the names that point at it. Whoever reads it right now reads it to the end."""
+    def descendants(self, key: str) -> list[Entry]:
+        """The entries that continue this one, and those that continue them, each after what it continues."""
+        children: dict[str, list[Entry]] = {}
+        for entry in self.entries():
+            if entry.parent is not None:
+                children.setdefault(entry.parent, []).append(entry)
+        found, seen, waiting = list[Entry](), {key}, [key]
+        while waiting:
+            for entry in children.get(waiting.pop(0), ()):
+                if entry.key not in seen:
+                    seen.add(entry.key)
+                    found.append(entry)
+                    waiting.append(entry.key)
+        return found
+
+    def remove(self, key: str, *, cascade: bool = False) -> bool:
+        """Remove an entry and the names that point at it. Whoever reads it right now reads it to the end.
+
+        Args:
+            key: the entry's key.
+            cascade: also remove the entries that continue it.
+
+        Returns:
+            Whether it was there.
+
+        Raises:
+            EntryInUseError: others continue it, which could not be read without it; nothing was removed.
+            StoreReadOnlyError, StoreWriteError: if it could not be removed.
+        """
         self.check_writable()
+        others = self.descendants(key)
+        if others and not cascade:
+            raise EntryInUseError(
+                f"{len(others)} {'entries continue' if len(others) > 1 else 'entry continues'} {key}, and would be "
+                "lost with it: remove them first, or with cascade=True (kvkeep rm --cascade)"
+            )
+        for entry in reversed(others):
+            self._remove(entry.key)
+        return self._remove(key)
+
+    def _remove(self, key: str) -> bool:
         with changing(self.path):
             for ref in self._refs.all():
                 if ref.key == key:
@@ -356,7 +425,7 @@ class CacheStore:
         prefix: Prefix,
         *,
         limit: int,
-        use: Callable[[EntryFile, int], None],
+        use: Callable[[EntryFile | EntryChain, int], None],
         obstacle: Obstacle | None = None,
         form: str = "exact",
     ) -> Match:
@@ -370,26 +439,32 @@ class CacheStore:
             match = self.find(identity, prefix, limit=limit, obstacle=obstacle, form=form)
             if match.entry is None:
                 return replace(match, reason=trouble or match.reason)
-            key, file = match.entry.key, None
+            place = Place(match.entry.key)
             try:
-                with self._files.open(key) as file:
+                with open_entry(self._files, place) as file:
                     _check_echo(file, identity, self.namespace_digest.hex(), prefix, match.tokens, form)
                     use(file, match.tokens)
                 return replace(match, reason=trouble or match.reason)
             except FileNotFoundError:
-                self._catalog.forget(key)
+                self._catalog.forget(place.key)
             except EntryDamagedError as error:
                 code = "unknown" if isinstance(error, EntryUnknownError) else "damaged"
                 trouble = f"{code}: {error.reason}"
-                self._catalog.damaged(key, error, None if file is None else file.identity)
+                self._catalog.damaged(place.key, error, place.file)
             except OSError as error:
-                if self.on_error == "raise":
-                    raise
-                log.warning("kvkeep: entry %s cannot be read (%s); it is computed instead", key, error)
-                return Match(tokens=0, entry=None, reason=f"unreadable: {error.strerror or error}")
+                return Match(tokens=0, entry=None, reason=self.failed(error))
             except ValueError as error:
                 return Match(tokens=0, entry=None, reason=f"layout: {error}")
         return Match(tokens=0, entry=None, reason=trouble or "unreadable: the entries found were gone when opened")
+
+    def failed(self, error: Exception) -> str:
+        """The reason of a miss for whatever went wrong here, logged once in a while; with ``on_error="raise"`` raises.
+
+        For programs that generate, whose work goes on.
+        """
+        if self.on_error == "raise":
+            raise error
+        return self._trouble.reason(error)
 
     def refute(self, key: str, reason: str, file: FileIdentity | None) -> None:
         """Set an entry aside that is whole and yet wrong, as a live model has shown; with ``file``, only that file."""
@@ -407,26 +482,56 @@ class CacheStore:
         What the limits then ask for is evicted: never this entry, and no more than they ask for.
 
         Raises:
+            EntryNotFoundError: what it was to continue is gone, and nothing was stored.
             StoreFullError: it does not fit beside what must stay, and nothing was stored.
             StoreReadOnlyError, StoreWriteError: nothing was stored.
         """
         self.check_writable()
         began = time.perf_counter()
         header, published = self._write(draft)
-        if not published and (stored := self.get(header.meta.key.hash)) is not None:
-            return stored
+        if not published:
+            if (stored := self.get(header.meta.key.hash)) is not None:
+                return stored
+            header, published = self._write(draft)  # what was there continued an entry that is gone
         row = Row.from_header(header, b"".join(draft.chain))
         if self._batch is None:
             self._capacity.add(row)
         else:
             self._catalog.hold(row)
             self._batch.put(row)
+        if row.parent is not None and not self._files.is_there(
+            row.parent
+        ):  # asked last, as who evicts does the reverse
+            self._remove(row.key)
+            raise EntryNotFoundError(f"the entry {row.parent} that this one was to continue is gone")
         if published:
             self.journal.stored(row.nbytes, time.perf_counter() - began)
         names: tuple[str, ...] = ()
         with suppress(OSError):  # it is stored, and only its names cannot be read
             names = self._names().get(row.key, ())
         return _entry(row, names)
+
+    def ground(self, key: str, tokens: int) -> Ground:
+        """What a new entry is to continue whose first ``tokens`` tokens the entry with this key holds, to the bit."""
+        lineage = self._catalog.lineage(key)
+        usable, row, _ = best_of(lineage, tokens, tokens) if lineage else (0, None, None)
+        if row is None or usable < MIN_SHARED:
+            return WHOLE
+        found = ground_on(lineage[lineage.index(row) :], usable)
+        try:
+            return found if found.parent is None else replace(found, digests=self.header(found.parent).meta.digests)
+        except (EntryError, OSError):
+            return WHOLE
+
+    def supersede(self, entry: Entry, keys: Sequence[str]) -> None:
+        """Remove those of some entries that a new one makes superfluous. One that has a name stays."""
+        lineage = self._catalog.lineage(entry.key)
+        if keys and lineage:
+            self._capacity.evict(lambda rows: outdated(rows, self._unnamed(keys), lineage), lambda: set(self._names()))
+
+    def _unnamed(self, keys: Sequence[str]) -> list[str]:
+        names = self._names()
+        return [key for key in keys if key not in names]
 
     def _write(self, draft: Draft) -> tuple[Header, bool]:
         """Write an entry's file; where the volume is found full, evict once and try once more."""
@@ -439,7 +544,9 @@ class CacheStore:
         return self._files.put(draft)
 
 
-def _check_echo(file: EntryFile, identity: Identity, namespace: str, prefix: Prefix, tokens: int, form: str) -> None:
+def _check_echo(
+    file: EntryFile | EntryChain, identity: Identity, namespace: str, prefix: Prefix, tokens: int, form: str
+) -> None:
     """What the file says of itself must be what was asked for, whatever the index said."""
     key = file.header.meta.key
     if key.identity != identity or key.namespace != namespace or key.form != form or key.tp:

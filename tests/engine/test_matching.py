@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvkeep.keys import BLOCK, TokenIds, digest_fields, model_digest, namespace_digest, prefix_chain, prefix_hash
-from kvkeep.matching import PrefixIndex, usable
+from kvkeep.matching import PrefixIndex, best_of, usable
 from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
 from kvkeep.storage.rows import Row
@@ -328,40 +329,56 @@ def test_what_cannot_be_trimmed_says_why():
     )
     assert usable([(0, 0)], True, 1000, 1200, 1000) == (1000, None)
     assert usable([(3, 0)], False, 1000, 999, 1000)[0] == 0
-    assert usable([(3, 0)], False, 1000, 999, 1000, start=3) == (999, None)
-    assert usable([(300, 0)], False, 1000, 300, 1000, start=300) == (0, None)
 
 
-@settings(deadline=None, max_examples=500)
-@given(
-    st.integers(0, 30),
-    st.integers(1, 30),
-    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([0, 2, 3, 7, 50])), max_size=3),
-    st.booleans(),
-    st.integers(0, 70),
-    st.integers(0, 70),
-)
-def test_usable_agrees_with_counting_rows(
-    start: int, length: int, layers: list[tuple[int, int]], snapshots: bool, common: int, limit: int
-):
-    end = start + length
-    trims = [(min(first, end - 1), window) for first, window in layers]
+@st.composite
+def lineages(draw: st.DrawFn) -> list[Row]:
+    """An entry and what it continues, each with rows of a full layer and of windows, as they may be stored."""
+    links: list[Row] = []
+    windows = draw(st.lists(st.sampled_from([2, 3, 7, 50]), max_size=2, unique=True))
+    full = draw(st.booleans()) or not windows
+    for number in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(1, links[-1].end)) if links else 0
+        end = start + draw(st.integers(1, 30))
+        trims = [(start, 0)] if full else []
+        trims += [(draw(st.integers(start, end - 1)), window) for window in windows]
+        parent = links[-1].key if links else None
+        row = make_row(range(end), start=start, parent=parent, salt=number)
+        links.append(replace(row, trims=tuple(trims), snapshots=draw(st.booleans())))
+    return links[::-1]
 
-    def possible(tokens: int) -> bool:
-        """Whether every row that the next token attends to is stored here, or lies before the stretch."""
-        if tokens == end:
-            return True
-        needed = [range(max(0, tokens - (window - 1)) if window else 0, tokens) for _, window in trims]
-        return not snapshots and all(
-            position < start or position >= first
-            for (first, _), positions in zip(trims, needed, strict=True)
-            for position in positions
+
+@settings(deadline=None, max_examples=1000)
+@given(lineages(), st.integers(0, 120), st.integers(0, 120))
+def test_what_can_be_used_of_a_chain_agrees_with_counting_rows(lineage: list[Row], common: int, limit: int):
+    def has(links: list[Row], window: int, position: int) -> bool:
+        """Whether the chain holds the row of a position, without a gap up to the end."""
+        row, *parents = links
+        first = next((first for first, of in row.trims if of == window), None)
+        if first is None:
+            return False
+        return position >= first or bool(
+            parents and first == row.start and position < first and has(parents, window, position)
         )
 
-    best = max((t for t in range(start + 1, min(common, limit, end) + 1) if possible(t)), default=0)
-    tokens, reason = usable(trims, snapshots, end, common, limit, start=start)
-    assert tokens == best
-    assert (reason is not None) == (best == 0 and min(common, limit) > start)
+    def possible(links: list[Row], tokens: int) -> bool:
+        """Whether every row that the next token attends to is there."""
+        if tokens == links[0].end:
+            return True
+        return not links[0].snapshots and all(
+            has(links, window, position)
+            for _, window in links[0].trims
+            for position in range(max(0, tokens - (window - 1)) if window else 0, tokens)
+        )
+
+    counts = [
+        max((t for t in range(1, min(common, limit, links[0].end) + 1) if possible(links, t)), default=0)
+        for links in (lineage[at:] for at in range(len(lineage)))
+    ]
+    tokens, row, reason = best_of(lineage, common, limit)
+    assert tokens == max(counts)
+    assert not tokens or tokens <= row.end
+    assert (reason is not None) == (tokens == 0 and min(common, limit) > 0)
 
 
 def test_a_lookup_among_ten_thousand_long_entries_is_quick():

@@ -109,6 +109,43 @@ def test_a_prefix_is_reused_whoever_drafts(model: Any, assistant: Any, kv: Bound
 
 
 @pytest.mark.parametrize("kind", ["prompt lookup", "another"])
+def test_padding_before_the_prompt_is_no_obstacle(model: Any, assistant: Any, kv: BoundStore, kind: str) -> None:
+    ids, mask = (
+        torch.nn.functional.pad(one, (3, 0)) for one in (repeating(LENGTH), torch.ones_like(repeating(LENGTH)))
+    )
+    inputs = {"input_ids": ids, "attention_mask": mask, **OPTIONS, **drafts(kind, model, assistant)}
+    control_fed, control = fed_by(model, lambda: model.generate(**inputs))
+    kv.warm(ids[:, 3:30])
+    kv.generate(**{**inputs, "max_new_tokens": 1})  # a model is asked once how it places what is padded
+    fed, ours = fed_by(model, lambda: kv.generate(**inputs))
+    assert_same(ours, control)
+    kept, report = not (FULL_ONLY and slides(model)), kv.last_report
+    assert report is not None
+    assert (report.reused_tokens, report.prompt_tokens) == (26 if kept else 0, LENGTH)
+    assert report.reason is None if kept else str(report.reason).startswith("layout: ")
+    assert fed == control_fed - (26 if kept else 0)
+
+
+@pytest.mark.parametrize("kind", ["prompt lookup", "another"])
+def test_a_wrong_entry_behind_padding_is_refuted_before_anything_is_drafted(
+    model: Any, assistant: Any, kv: BoundStore, kind: str
+) -> None:
+    ids, mask = (
+        torch.nn.functional.pad(one, (3, 0)) for one in (repeating(LENGTH), torch.ones_like(repeating(LENGTH)))
+    )
+    inputs = {"input_ids": ids, "attention_mask": mask, **OPTIONS, **drafts(kind, model, assistant)}
+    control, cache = model.generate(**inputs), compat.complete_cache(model.config)
+    with torch.no_grad():
+        model(
+            input_ids=repeating(LENGTH)[:, :6].flip(-1), use_cache=True, **{compat.forward_cache_argument(model): cache}
+        )
+    kv.save(cache, ids[:, 3:9], guard=False)
+    assert_same(kv.generate(**inputs), control)
+    assert kv.last_report is not None
+    assert str(kv.last_report.reason).startswith("guard: ")
+
+
+@pytest.mark.parametrize("kind", ["prompt lookup", "another"])
 def test_samples_are_those_without_a_store(model: Any, assistant: Any, kv: BoundStore, kind: str) -> None:
     ids, how = repeating(LENGTH), {**drafts(kind, model, assistant), "do_sample": True, "temperature": 0.9}
     control = outcome(model.generate, ids, **how)

@@ -31,8 +31,8 @@ from kvkeep.inputs import Inputs
 from kvkeep.keys import TokenIds
 from kvkeep.layouts import LayerState, describe_layers, plan_layers
 from kvkeep.prefill import prefill
+from kvkeep.prefilling import SLACK
 from kvkeep.prefixes import Prefix
-from kvkeep.saving import SLACK
 
 STORED, PROMPT = 40, 52
 TOLERANCE = 2e-4  # right is below it in float32, wrong is above 0.1

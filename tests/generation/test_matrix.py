@@ -82,6 +82,7 @@ class Mode:
         options: arguments of ``generate``; those that are ``True`` stand for an object that each call gets anew.
         copies: how many sequences come of each line.
         lines: lines of the prompt; the second is shorter, with padding at its left.
+        alike: whether the second is as long as the first instead, and has another last token alone.
         attached: whether ``model.generate`` is called, with the store attached to the model.
         aside: the reason why no store serves this mode, if none does.
         drafts: whether tokens are drafted and checked.
@@ -90,9 +91,20 @@ class Mode:
     options: Mapping[str, Any] = field(default_factory=dict)
     copies: int = 1
     lines: int = 1
+    alike: bool = False
     attached: bool = False
     aside: str | None = None
     drafts: bool = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each line."""
+        return ((PROMPT, PROMPT) if self.alike else LENGTHS)[: self.lines]
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Slots of padding before each line."""
+        return tuple(PROMPT - length for length in self.lengths)
 
 
 MODES = {
@@ -110,6 +122,8 @@ MODES = {
     "static cache": Mode({"cache_implementation": "static", "disable_compile": True}),
     "padded batch": Mode(lines=2),
     "padded batch, beams": Mode({"num_beams": 2}, copies=2, lines=2),
+    "batch of one prefix": Mode(lines=2, alike=True),
+    "batch of one prefix, beams": Mode({"num_beams": 2}, copies=2, lines=2, alike=True),
     "attached": Mode(attached=True),
     "streamer": Mode({"streamer": True}),
     "a loop of one's own": Mode({"custom_generate": by_hand}, aside="mode: custom_generate is not served yet"),
@@ -165,17 +179,21 @@ def random_ids(length: int, seed: int) -> torch.Tensor:
 FIRST_LINE = random_ids(9, seed=1).repeat(1, 4)  # so that prompt lookup finds something
 LINES = (FIRST_LINE, random_ids(36, seed=2))
 LENGTHS = (PROMPT, SECOND)
-PADDING = tuple(PROMPT - length for length in LENGTHS)
 
 
-def prompt_of(lines: int) -> dict[str, torch.Tensor]:
+def prompt_of(how: Mode) -> dict[str, torch.Tensor]:
+    lines = LINES
+    if how.alike:
+        first = LINES[0][:, :PROMPT]
+        lines = (first, torch.cat([first[:, :-1], first[:, -1:] + 1], dim=1))
     rows = [
-        torch.nn.functional.pad(LINES[row][:, : LENGTHS[row]], (PADDING[row], 0), value=PAD) for row in range(lines)
+        torch.nn.functional.pad(line[:, :length], (padding, 0), value=PAD)
+        for line, length, padding in zip(lines, how.lengths, how.padding, strict=False)
     ]
     slots = torch.arange(PROMPT)
     return {
         "input_ids": torch.cat(rows),
-        "attention_mask": torch.stack([slots >= padding for padding in PADDING[:lines]]).long(),
+        "attention_mask": torch.stack([slots >= padding for padding in how.padding]).long(),
     }
 
 
@@ -221,7 +239,9 @@ class Bench:
             for line, tokens in zip(LINES, LENGTHS, strict=True):
                 if COVERED[covered](tokens) and LAYOUTS[layout].kept:
                     kv.warm(line[:, : COVERED[covered](tokens)])
-            kv.generate(**prompt_of(2), max_new_tokens=1)  # a model is asked once how it places what is padded
+            kv.generate(
+                **prompt_of(Mode(lines=2)), max_new_tokens=1
+            )  # a model is asked once how it places what is padded
             self._bound[layout, covered] = kv
         return self._bound[layout, covered]
 
@@ -232,7 +252,7 @@ class Bench:
 
     def run(self, how: Mode, layout: str, generate: Callable[..., Any]) -> Outcome:
         model, fed, written = self.model(layout), list[torch.Tensor](), Written()
-        options = {"max_new_tokens": NEW, "do_sample": False, **how.options, **prompt_of(how.lines)}
+        options = {"max_new_tokens": NEW, "do_sample": False, **how.options, **prompt_of(how)}
         if "streamer" in options:
             options["streamer"] = written
         if "assistant_model" in options:
@@ -253,7 +273,7 @@ WORDS = {
     "trim": "the entry goes on beyond what can be used, and cannot be cut there",
     "guard": "a single token is stored, and the guard feeds one",
     "mode": "this way of generating is not served: the call runs without the store",
-    "batch": "several lines or sequences of this layout are not served",
+    "batch": "several lines or sequences of this layout are not served, or not where their lengths differ",
     "layout": "no stored state would help here: the call runs without the store",
     "refused": "a typed error that says what to do",
     "unable": "transformers does not put the two together, with or without a store",
@@ -280,14 +300,14 @@ class Expected:
 def expected(mode: str, layout: str, covered: str) -> Expected:
     """What comes of a mode, a layout and how much is stored."""
     how, kind = MODES[mode], LAYOUTS[layout]
-    stored = [kind.stored(COVERED[covered](tokens)) for tokens in LENGTHS[: how.lines]]
-    usable = [kind.usable(end, tokens - 1) for end, tokens in zip(stored, LENGTHS, strict=False)]
-    cut = min(pad + tokens for pad, tokens in zip(PADDING, usable, strict=False))
-    tokens = [cut - pad for pad in PADDING[: how.lines]]
+    stored = [kind.stored(COVERED[covered](tokens)) for tokens in how.lengths]
+    usable = [kind.usable(end, tokens - 1) for end, tokens in zip(stored, how.lengths, strict=True)]
+    cut = min(pad + tokens for pad, tokens in zip(how.padding, usable, strict=True))
+    tokens = [cut - pad for pad in how.padding]
     obstacles = [
         ("mode", how.aside is not None),
         ("layout", not kind.kept),
-        ("batch", kind.states and how.lines * how.copies > 1),
+        ("batch", kind.states and (any(how.padding) or (not compat.LINEAR_LAYERS and how.lines * how.copies > 1))),
         ("empty", not stored[0]),
         ("trim", not usable[0]),
         ("guard", not kind.states and min(tokens) < 2),
@@ -345,14 +365,14 @@ def test_a_hit_is_the_control_and_feeds_only_what_is_not_stored(
 
     # Fed: what the control feeds, without what is held; the guard's token once
     want = expected(mode, layout, covered)
-    prompt = prompt_of(how.lines)["input_ids"].repeat_interleave(how.copies, dim=0)
+    prompt = prompt_of(how)["input_ids"].repeat_interleave(how.copies, dim=0)
     assert torch.equal(control.stream[:, :PROMPT], prompt)
     assert torch.equal(ours.stream, control.stream[:, want.held :])
 
     # And so it says
     report = kv.last_report
     assert report is not None
-    assert (report.prompt_tokens, report.reused_tokens) == (sum(LENGTHS[: how.lines]), want.reused)
+    assert (report.prompt_tokens, report.reused_tokens) == (sum(how.lengths), want.reused)
     assert str(report.reason).partition(":")[0] == ("None" if want.word == "hit" else want.word)
     assert how.aside in (None, report.reason)
     cell(TITLE, ROWS[mode], COLUMNS[layout], want.word)

@@ -18,6 +18,7 @@ from kvkeep import compat
 from kvkeep.entry_format import LayerRecord
 from kvkeep.layouts import LayerPlan, LayerState, codec_for, register_layer_codec
 from kvkeep.layouts.attention import DynamicCodec
+from kvkeep.layouts.keeping import KeepingLayer
 from kvkeep.layouts.registry import _BY_NAME, _CODECS
 from kvkeep.layouts.roomy import RoomyLayer
 from kvkeep.testing import LayerCodecContract, token_rows
@@ -81,6 +82,12 @@ class TestRoomy(AttentionContract):
 class TestDynamicSliding(AttentionContract):
     make = staticmethod(lambda: compat.DYNAMIC_SLIDING_LAYER(sliding_window=WINDOW))
     lengths = AROUND_THE_WINDOW
+
+
+class TestKeeping(AttentionContract):
+    make = staticmethod(lambda: KeepingLayer(sliding_window=WINDOW))
+    lengths = AROUND_THE_WINDOW
+    stateless = ("kept",)  # the rows that the window has left behind, as far as the layer saw them
 
 
 class TestStatic(AttentionContract):

@@ -32,8 +32,8 @@ def test_the_names() -> None:
     ]
     assert all(getattr(kvkeep, name) is not None for name in kvkeep.__all__)
     bound = "attach attached detach generate identity load lookup prepare refresh save"
-    store = "bind check_writable entries entry find flush gc get header locked name put read_ids recorded_by_stranger"
-    store += " refute remove serve verify"
+    store = "bind check_writable descendants entries entry failed find flush gc get ground header locked"
+    store += " name put read_ids recorded_by_stranger refute remove serve supersede verify"
     assert public(kvkeep.BoundStore) == [*bound.split(), "to_legacy", "warm"]
     assert public(kvkeep.CacheStore) == store.split()
     with pytest.raises(AttributeError, match="nothing_of_ours"):
@@ -43,7 +43,7 @@ def test_the_names() -> None:
 def test_every_error_is_also_a_builtin_with_an_exit_code() -> None:
     errors = importlib.import_module("kvkeep.errors")
     leaves = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, kvkeep.KvkeepError)]
-    assert len(leaves) == 17
+    assert len(leaves) == 19
     for one in leaves:
         assert one.__name__ in (errors.__doc__ or "")
         assert one.exit_code > 0

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from sized_drafts import LEAST, on_disk, seeds, sized, used
 
 from kvkeep import CacheStore, Entry
-from kvkeep.errors import EntryNotFoundError, StoreFullError
+from kvkeep.errors import EntryInUseError, EntryNotFoundError, StoreFullError
 from kvkeep.eviction import Candidate
 from kvkeep.keys import namespace_digest
 from kvkeep.storage.entries import EntryFiles
@@ -383,6 +383,10 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         entry = self.any(data)
+        if any(one.parent == entry.key for one in self.entries.values()):
+            with pytest.raises(EntryInUseError):
+                self.store.remove(entry.key)
+            return
         self.store.remove(entry.key)
         self.pins = {name: key for name, key in self.pins.items() if key != entry.key}
         del self.entries[entry.key]

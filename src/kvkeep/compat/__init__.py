@@ -57,6 +57,7 @@ from kvkeep.compat.encoders import (
     tell_length,
 )
 from kvkeep.compat.generating import (
+    BATCHING,
     CHUNKS,
     DRAFTS_WHOLE,
     SEAM,
@@ -117,6 +118,7 @@ from kvkeep.compat.quantized import (
 from kvkeep.compat.versions import GENERATE_ARGUMENTS, GENERATE_CACHE_ARGUMENT, TRANSFORMERS
 
 __all__ = [
+    "BATCHING",
     "CHUNKS",
     "CUTS_INPUTS",
     "DRAFTS_WHOLE",

@@ -22,6 +22,9 @@ SEAM = (
 )
 """The methods of ``GenerationMixin`` that ``attachment`` wraps: the inputs, the cache, and the first forward pass."""
 
+BATCHING = ("generate_batch", "init_continuous_batching")
+"""The methods that run many requests in batches that change all the time: their KV lies in pages of their own."""
+
 CHUNKS = _PREFILLS
 """Whether ``prefill_chunk_size`` goes on from a filled cache, and does not feed what it holds again."""
 

@@ -7,7 +7,7 @@ A header that passes :func:`decode_header` is internally consistent: every tenso
 shape that fits it, nothing else is, and the seal covers every byte of it.
 """
 
-from kvkeep.entry_format.decode import decode_header, decode_listing, header_length
+from kvkeep.entry_format.decode import decode_header, decode_listing, header_length, signed_part
 from kvkeep.entry_format.encode import encode_header, lay_out
 from kvkeep.entry_format.records import (
     ALIGNMENT,
@@ -20,6 +20,8 @@ from kvkeep.entry_format.records import (
     MAX_TENSORS,
     MAX_TOKENS,
     MAX_UNITS,
+    STRONG,
+    Auth,
     EntryKey,
     EntryMeta,
     Header,
@@ -42,6 +44,8 @@ __all__ = [
     "MAX_TENSORS",
     "MAX_TOKENS",
     "MAX_UNITS",
+    "STRONG",
+    "Auth",
     "EntryKey",
     "EntryMeta",
     "Header",
@@ -57,6 +61,7 @@ __all__ = [
     "first_units",
     "header_length",
     "lay_out",
+    "signed_part",
     "table_digest",
     "tensor_name",
 ]

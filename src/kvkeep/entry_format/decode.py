@@ -19,6 +19,7 @@ from kvkeep.entry_format.records import (
     DIGESTS,
     IDS,
     ITEM_SIZES,
+    MAC,
     MAX_CONTAINERS,
     MAX_DIMS,
     MAX_HEADER,
@@ -28,6 +29,7 @@ from kvkeep.entry_format.records import (
     MAX_UNITS,
     METADATA_KEY,
     SEAL,
+    STRONG,
     ZERO_DIGEST,
     EntryMeta,
     Header,
@@ -37,6 +39,7 @@ from kvkeep.entry_format.records import (
 from kvkeep.entry_format.units import chain_length, first_units
 from kvkeep.errors import EntryDamagedError
 from kvkeep.keys import DIGEST_SIZE
+from kvkeep.signing import STRONG_SIZE
 
 _NAME = re.compile(r"[a-z0-9._]{1,64}")
 _METADATA_FIRST = b'{"__metadata__":'
@@ -68,6 +71,8 @@ def decode_header(header: bytes, size: int) -> Header:
     with _json_errors():
         table = object_of(_parse(header))
         meta = _metadata(table.pop("__metadata__", None))
+    if meta.auth is not None:
+        signed_part(header)
     tensors = _tensors_from_json(table)
     _check_layout(meta, tensors)
     data = 8 + len(header)
@@ -107,6 +112,22 @@ def _check_seal(header: bytes) -> None:
         damaged("the header holds too many objects and arrays")
     if xxhash.xxh3_128_hexdigest(header.replace(found[0], ZERO_DIGEST.encode())).encode() != found[0]:
         damaged("the header's seal does not match")
+
+
+def signed_part(header: bytes) -> bytes:
+    """What the signature of a signed entry goes over, of the JSON part of its header.
+
+    Raises:
+        EntryDamagedError: if there is no one place of a signature in it.
+    """
+    content = bytearray(header)
+    for what in (MAC, SEAL):
+        places = [found.span(1) for found in what.finditer(header)]
+        if len(places) != 1:
+            damaged("the header has not one place of a signature")
+        begin, end = places[0]
+        content[begin:end] = b"0" * (end - begin)
+    return bytes(content)
 
 
 @contextmanager
@@ -174,13 +195,16 @@ def _check_layout(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> None:
     units = first_units(meta)[1]
     if meta.end > MAX_TOKENS or units > MAX_UNITS:
         damaged(f"{meta.end} tokens in {units} digest units are over the format's limits")
-    expected = {IDS, CHAIN, DIGESTS}
-    if (
-        _shape(tensors, IDS, "I32") != (meta.end - meta.start,)
-        or _shape(tensors, CHAIN, "U8") != (chain_length(meta.start, meta.end), DIGEST_SIZE)
-        or _shape(tensors, DIGESTS, "U8") != (units, DIGEST_SIZE)
-    ):
+    own = {
+        IDS: ("I32", (meta.end - meta.start,)),
+        CHAIN: ("U8", (chain_length(meta.start, meta.end), DIGEST_SIZE)),
+        DIGESTS: ("U8", (units, DIGEST_SIZE)),
+    }
+    if meta.auth is not None:
+        own[STRONG] = ("U8", (units, STRONG_SIZE))
+    if any(name not in tensors or (tensors[name].dtype, tensors[name].shape) != own[name] for name in own):
         damaged("the tensors of ids, chain and digests do not fit the layout")
+    expected = set(own)
     for stem, number, layer in meta.groups():
         within = (meta.start, meta.end) if stem == "layers" else (0, layer.rows)  # cross layers count encoder positions
         if layer.rows and not within[0] <= layer.first == within[1] - layer.rows:
@@ -202,8 +226,3 @@ def _check_layout(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> None:
         expected.add(f"state.{role}")
     if expected != set(tensors):
         damaged("the file holds other tensors than its layout names")
-
-
-def _shape(tensors: Mapping[str, TensorSpec], name: str, dtype: str) -> tuple[int, ...] | None:
-    spec = tensors.get(name)
-    return spec.shape if spec is not None and spec.dtype == dtype else None

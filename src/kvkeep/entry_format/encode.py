@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import xxhash
@@ -12,6 +12,7 @@ from kvkeep.entry_format.records import (
     ALIGNMENT,
     FORMAT_VERSION,
     ITEM_SIZES,
+    MAC,
     MAX_HEADER,
     MAX_METADATA,
     MAX_TENSORS,
@@ -37,10 +38,13 @@ def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Te
     return specs
 
 
-def encode_header(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> bytes:
+def encode_header(
+    meta: EntryMeta, tensors: Mapping[str, TensorSpec], sign: Callable[[bytes], str] | None = None
+) -> bytes:
     """The header bytes, length word and padding included.
 
     Its length does not depend on the digests, so that a writer can leave room for it and write it last.
+    ``sign(header)`` gives the signature of an entry that is to have one.
     """
     text = canonical_json(_meta_to_json(meta))
     table: dict[str, object] = {"__metadata__": {METADATA_KEY: text}}
@@ -50,6 +54,9 @@ def encode_header(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> bytes:
     header += b" " * (-(8 + len(header)) % ALIGNMENT)
     if len(text) > MAX_METADATA or len(header) > MAX_HEADER or len(tensors) > MAX_TENSORS:
         raise ValueError(f"a header of {len(header)} bytes with {len(tensors)} tensors is over the format's limits")
+    if sign is not None:
+        mac = sign(header).encode()
+        header = MAC.sub(lambda found: found[0].replace(found[1], mac), header)
     seal = xxhash.xxh3_128_hexdigest(header).encode()
     sealed = SEAL.sub(lambda found: found[0].replace(ZERO_DIGEST.encode(), seal), header)
     return len(sealed).to_bytes(8, "little") + sealed
@@ -84,7 +91,7 @@ def _meta_to_json(meta: EntryMeta) -> dict[str, object]:
         "creator": dict(meta.creator),
         "recorded": dict(meta.recorded),
         "codec": None,
-        "auth": None,
+        "auth": None if meta.auth is None else {"key_id": meta.auth.key_id, "mac": meta.auth.mac},
         "digests": meta.digests,
         "seal": ZERO_DIGEST,
     }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import marshal
+import re
 from typing import Any
 
 from kvkeep.entry_format.fields import damaged, nothing_left, object_of, require, take, take_hex, take_optional_hex
-from kvkeep.entry_format.records import FORMAT_VERSION, EntryKey, EntryMeta, LayerRecord, Media
+from kvkeep.entry_format.records import FORMAT_VERSION, Auth, EntryKey, EntryMeta, LayerRecord, Media
 from kvkeep.errors import EntryUnknownError
 from kvkeep.keys import BLOCK, model_digest
 from kvkeep.records import Identity
+
+_KEY_ID = re.compile(r"[\x21-\x7e]{1,64}")
+_MAC = re.compile(r"[0-9a-f]{64}")
 
 
 def meta_from_json(top: dict[str, Any]) -> EntryMeta:
@@ -18,9 +22,9 @@ def meta_from_json(top: dict[str, Any]) -> EntryMeta:
     if version != FORMAT_VERSION or top.pop("block", None) != BLOCK:
         raise EntryUnknownError(f"format {version!r} is not the format {FORMAT_VERSION} that this version reads")
     require(top, "codec", "auth", "parent", "cross", "state")
-    for reserved in ("codec", "auth"):
-        if top.pop(reserved, None) is not None:
-            raise EntryUnknownError(f"this version does not read entries with {reserved!r}")
+    if top.pop("codec", None) is not None:
+        raise EntryUnknownError("this version does not read entries with 'codec'")
+    auth = _auth_from_json(top.pop("auth", None))
     key, key_hash = _key_from_json(take(top, "key", dict))
     cross, state = top.pop("cross", None), top.pop("state", None)
     meta = EntryMeta(
@@ -35,6 +39,7 @@ def meta_from_json(top: dict[str, Any]) -> EntryMeta:
         creator=take(top, "creator", dict),
         recorded=take(top, "recorded", dict),
         digests=take_hex(top, "digests"),
+        auth=auth,
     )
     take_hex(top, "seal")
     nothing_left(top, "metadata")
@@ -48,6 +53,18 @@ def meta_from_json(top: dict[str, Any]) -> EntryMeta:
     if places != sorted(places) or not all(0 <= start <= end and start < meta.end for start, end in places):
         damaged("the header's media are not in their order among its tokens")
     return meta
+
+
+def _auth_from_json(source: object) -> Auth | None:
+    if source is None:
+        return None
+    members = source if isinstance(source, dict) else {}
+    key_id, mac = members.get("key_id"), members.get("mac")
+    if members.keys() != {"key_id", "mac"} or not isinstance(key_id, str) or not isinstance(mac, str):
+        raise EntryUnknownError("this version does not read entries that are signed in this way")
+    if not _KEY_ID.fullmatch(key_id) or not _MAC.fullmatch(mac):
+        damaged("the header's signature is not one")
+    return Auth(key_id, mac)
 
 
 def _key_from_json(source: dict[str, Any]) -> tuple[EntryKey, str]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kvkeep.keys import digest_fields
 from kvkeep.records import Identity
+from kvkeep.signing import STRONG_SIZE
 
 FORMAT_VERSION = 1
 METADATA_KEY = "kvkeep"
@@ -44,12 +45,15 @@ ITEM_SIZES: Mapping[str, int] = {
 
 SEAL = re.compile(rb'\\"seal\\":\\"([0-9a-f]{32})\\"')
 """The seal as it lies in the header bytes, inside a JSON text inside JSON."""
+MAC = re.compile(rb'\\"mac\\":\\"([0-9a-f]{64})\\"')
+"""The signature of a signed entry, in the same way."""
 ZERO_DIGEST = "0" * 32
 """What stands for a digest that is not known yet."""
 
 IDS = "ids"
 CHAIN = "chain"
 DIGESTS = "digests"
+STRONG = "strong"
 
 Storage = Literal["rows", "snapshot"]
 Scalar = bool | int | str | None
@@ -131,6 +135,14 @@ class EntryKey:
         ).hex()
 
 
+@dataclass(frozen=True, slots=True)
+class Auth:
+    """Who signed an entry: the id of the key, and the signature, which is zeros until the entry is written."""
+
+    key_id: str
+    mac: str = "0" * (2 * STRONG_SIZE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryMeta:
     """The metadata of an entry: all of its header except where the tensors lie."""
@@ -146,6 +158,7 @@ class EntryMeta:
     state: Mapping[str, str] | None = None
     parent: str | None = None
     digests: str = ZERO_DIGEST
+    auth: Auth | None = None
 
     def groups(self) -> Iterator[tuple[str, int, LayerRecord]]:
         """Every layer with the name stem of its tensors (``layers`` or ``cross``) and its number."""

@@ -13,14 +13,16 @@ from kvkeep.layouts.cachemap import (
     describe_prefilled,
     fill_cache,
     head_buffers,
-    is_plain_cache,
     plan_layers,
     plans_of,
+    takes_lines,
     whole_buffer,
 )
 from kvkeep.layouts.deferred import put_quantized, quantize, take_quantized
+from kvkeep.layouts.extended import describe_kept, keeping_cache
 from kvkeep.layouts.paired import describe_cross, describe_cross_tensors, fill_paired, positions_of
 from kvkeep.layouts.registry import codec_for, register_layer_codec
+from kvkeep.layouts.states import has_states, lay_states
 
 __all__ = [
     "DTYPE_NAMES",
@@ -35,12 +37,15 @@ __all__ = [
     "describe_cache",
     "describe_cross",
     "describe_cross_tensors",
+    "describe_kept",
     "describe_layers",
     "describe_prefilled",
     "fill_cache",
     "fill_paired",
+    "has_states",
     "head_buffers",
-    "is_plain_cache",
+    "keeping_cache",
+    "lay_states",
     "plan_layers",
     "plans_of",
     "positions_of",
@@ -49,5 +54,6 @@ __all__ = [
     "register_layer_codec",
     "sliding_start",
     "take_quantized",
+    "takes_lines",
     "whole_buffer",
 ]

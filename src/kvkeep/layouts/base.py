@@ -32,6 +32,11 @@ class LayerPlan:
         """Whether the layer is attention with keys and values, and nothing more."""
         return self.kind in ("full", "sliding")
 
+    @property
+    def copies(self) -> bool:
+        """Whether what the layer holds of one sequence can be laid into a layer of several, line by line."""
+        return self.kind.removeprefix("linear+") in ("full", "sliding", "linear", "none")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerState:

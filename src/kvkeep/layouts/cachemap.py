@@ -123,10 +123,10 @@ def batch_pairs(cache: Any, slots: int) -> list[tuple[torch.Tensor, torch.Tensor
     return pairs
 
 
-def is_plain_cache(cache: Any) -> bool:
-    """Whether every layer of a cache is attention with keys and values, of a class that is known, and nothing more."""
+def takes_lines(cache: Any) -> bool:
+    """Whether what every layer of a cache holds of one sequence can be laid into it line by line."""
     try:
-        return all(codec_for(layer, number).plan(layer).plain for number, layer in enumerate(cache.layers))
+        return all(codec_for(layer, number).plan(layer).copies for number, layer in enumerate(cache.layers))
     except (ValueError, UnsupportedCacheError):
         return False
 

@@ -10,6 +10,7 @@ from kvkeep.layouts.attention import DynamicCodec, StaticCodec, StaticSlidingCod
 from kvkeep.layouts.base import LayerCodec
 from kvkeep.layouts.compressed import CompressedCodec
 from kvkeep.layouts.indexed import INDEXED, SPARSE_M3, STATIC_INDEXED, STATIC_SPARSE_M3
+from kvkeep.layouts.keeping import KeepingCodec, KeepingLayer
 from kvkeep.layouts.quantized import BACKENDS, QuantizedCodec
 from kvkeep.layouts.roomy import RoomyCodec, RoomyLayer
 from kvkeep.layouts.states import HybridCodec, LinearCodec, NothingCodec
@@ -18,6 +19,7 @@ _CODECS: dict[type, LayerCodec] = {
     compat.DYNAMIC_LAYER: DynamicCodec(),
     compat.DYNAMIC_SLIDING_LAYER: DynamicCodec(),
     RoomyLayer: RoomyCodec(),
+    KeepingLayer: KeepingCodec(),
     compat.STATIC_LAYER: StaticCodec(),
     **dict.fromkeys(compat.STATIC_SLIDING_LAYERS, StaticSlidingCodec()),
 }

@@ -5,7 +5,7 @@ Such state is kept as snapshots, one tensor each, without the batch dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,24 @@ def snapshot(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.dim() or tensor.shape[0] != 1:
         raise ValueError(f"its {name} has the shape {list(tensor.shape)}; one sequence begins with 1")
     return tensor[0].detach()
+
+
+def has_states(layer: Any) -> bool:
+    """Whether a layer has states of linear attention."""
+    return hasattr(layer, "number_of_states")
+
+
+def lay_states(layer: Any, own: Sequence[Any], copies: int) -> None:
+    """Fill the states of a batch's empty layer with those of each line's own layer, each ``copies`` times."""
+    first = own[0]
+    for role in _states(first):
+        kind, number = _which(role)
+        states = torch.cat([getattr(one, f"{kind}_states")[number].repeat_interleave(copies, dim=0) for one in own])
+        if not getattr(layer, f"is_{kind}_states_initialized")[number]:
+            layer.lazy_initialization(**{f"{kind}_states": states}, state_idx=number)
+        getattr(layer, f"{kind}_states")[number].copy_(states)
+    for number in range(first.number_of_states):
+        layer.has_previous_state[number] = first.has_previous_state[number]
 
 
 class LinearCodec:

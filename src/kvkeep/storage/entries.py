@@ -11,6 +11,7 @@ from contextlib import suppress
 from kvkeep.entry_format import Header
 from kvkeep.errors import EntryDamagedError, EntryUnknownError, InvalidRequestError, StoreError
 from kvkeep.settings import Verify
+from kvkeep.signing import Keyring
 from kvkeep.storage import entry_writer
 from kvkeep.storage.entry_reader import EntryFile
 from kvkeep.storage.entry_writer import Draft, TensorSource
@@ -34,11 +35,14 @@ class EntryFiles:
         directory: the store.
         verify: ``"first"`` checks what is read against its digests once a process, ``"always"`` each time, ``"never"``
             not at all. Headers are checked once a process, or with ``"always"`` each time.
+        keys: what is stored is signed, and what is read must have been signed, with these; ``None`` asks for nothing.
     """
 
-    def __init__(self, directory: Directory, *, verify: Verify = "first") -> None:
+    def __init__(self, directory: Directory, *, verify: Verify = "first", keys: Keyring | None = None) -> None:
         self._directory = directory
         self._verify: Verify = verify
+        self._keys = keys
+        self._signer = None if keys is None else keys.signer
 
     def put(self, draft: Draft, *, admit: Callable[[Header], None] | None = None) -> tuple[Header, bool]:
         """Store an entry in one pass over its data, as durable as the directory makes it; nothing if this raises.
@@ -56,7 +60,7 @@ class EntryFiles:
             InvalidRequestError: if the draft does not fit together.
             StoreReadOnlyError, StoreWriteError: if it cannot be stored.
         """
-        planned = entry_writer.plan(draft)
+        planned = entry_writer.plan(draft, self._signer)
         key = planned.meta.key.hash
         stored = self._stored(key)
         if stored is not None:
@@ -64,7 +68,7 @@ class EntryFiles:
         if admit is not None:
             admit(planned)
         with self._directory.temporary(SUFFIX) as temporary:
-            header = entry_writer.write(temporary, draft, planned)
+            header = entry_writer.write(temporary, draft, planned, self._signer)
             if self._directory.publish(temporary, *_name(key)):
                 return header, True
         return self._stored(key) or header, False
@@ -97,7 +101,7 @@ class EntryFiles:
             if error.errno in _NOT_A_FILE:
                 raise EntryDamagedError(f"what lies at the entry's path is not a file ({error.strerror})") from None
             raise
-        return EntryFile(fd, key, self._verify)
+        return EntryFile(fd, key, self._verify, self._keys)
 
     def keys(self) -> Iterator[str]:
         """The keys that are on disk, in order."""
@@ -114,7 +118,7 @@ class EntryFiles:
 
     def size_of(self, draft: Draft) -> int:
         """Bytes of the file that a draft would become. Raises ``InvalidRequestError`` as :meth:`put` does."""
-        return entry_writer.plan(draft).size
+        return entry_writer.plan(draft, self._signer).size
 
     def is_there(self, key: str) -> bool:
         """Whether an entry's file is there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvkeep.entry_format import CHAIN, DIGESTS, IDS, Header, tensor_name
+from kvkeep.entry_format import CHAIN, DIGESTS, IDS, STRONG, Header, tensor_name
 from kvkeep.errors import InvalidRequestError
 
 CHUNK = 1 << 20
@@ -24,7 +24,7 @@ def parts(header: Header) -> Iterator[tuple[str, int, int]]:
     for name, spec in header.tensors.items():
         if name in rows:
             yield name, spec.shape[0], rows[name] * spec.row_bytes
-        elif name not in (IDS, CHAIN, DIGESTS):
+        elif name not in (IDS, CHAIN, DIGESTS, STRONG):
             yield name, 1, spec.end - spec.begin
 
 

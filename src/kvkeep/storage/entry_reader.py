@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import pairwise
 from types import TracebackType
 from typing import final
-
-import xxhash
 
 from kvkeep.entry_format import (
     CHAIN,
     DIGESTS,
     IDS,
+    STRONG,
     Header,
     LayerRecord,
     blocks,
     decode_header,
     first_units,
     header_length,
+    signed_part,
     table_digest,
     tensor_name,
 )
-from kvkeep.errors import EntryDamagedError, InvalidPromptError, InvalidRequestError
+from kvkeep.errors import EntryDamagedError, EntryUntrustedError, InvalidPromptError, InvalidRequestError
 from kvkeep.keys import BLOCK, DIGEST_SIZE, TokenIds, prefix_chain, prefix_hash
 from kvkeep.settings import Verify
+from kvkeep.signing import STRONG_SIZE, Keyring, same
 from kvkeep.storage.entry_data import CHUNK, as_bytes, extents
 from kvkeep.storage.fileio import read_at
 from kvkeep.storage.pieces import Piece, head_pieces, neighbours
-from kvkeep.storage.verified import HEADERS, UNITS, FileIdentity
+from kvkeep.storage.unit_digest import UnitDigest
+from kvkeep.storage.verified import HEADERS, UNITS, Checked, FileIdentity
 
 _FIRST_READ = 16 << 10
 _SCRATCH = 8 << 20
@@ -53,28 +56,49 @@ class EntryFile:
         identity: which state of which file this is.
     """
 
-    def __init__(self, fd: int, key: str, verify: Verify) -> None:
+    def __init__(self, fd: int, key: str, verify: Verify, keys: Keyring | None = None) -> None:
         self._fd = fd
         self._verify = verify
-        self._table: bytes | None = None
+        self._keys = keys
+        self._tables: tuple[bytes, bytes] | None = None
         try:
             self.key = key
             self.identity = FileIdentity.of(os.fstat(fd))
-            self.header = self._read_header() if verify == "always" else HEADERS.get(self.identity, self._read_header)
+            known = (self.identity, keys)
+            checked = self._read_header() if verify == "always" else HEADERS.get(known, self._read_header)
+            self.header, self._strong = checked.header, checked.strong
             if self.header.meta.key.hash != key:
                 raise EntryDamagedError("the file is the entry of another key")
         except BaseException:
             self.close()
             raise
         self._first, self._units = first_units(self.header.meta)
-        self._found_right = UNITS.get((self.identity, self.header.meta.digests), lambda: bytearray(self._units))
+        self._found_right = UNITS.get((self.identity, self.header.meta.digests, keys), lambda: bytearray(self._units))
 
-    def _read_header(self) -> Header:
+    def _read_header(self) -> Checked:
         size = self.identity.size
         head = self._read(0, min(_FIRST_READ, size))
         length = header_length(head, size)
         text = head[8 : 8 + length]
-        return decode_header(text + self._read(8 + len(text), length - len(text)), size)
+        text += self._read(8 + len(text), length - len(text))
+        header = decode_header(text, size)
+        return (
+            Checked(header) if self._keys is None else Checked(header, self._check_signature(text, header, self._keys))
+        )
+
+    def _check_signature(self, text: bytes, header: Header, keys: Keyring) -> bytes:
+        """The digest of the strong digests that one of the keys has signed with the header."""
+        auth = header.meta.auth
+        if auth is None:
+            raise EntryUntrustedError("it is not signed, and this store was opened with a key")
+        key = keys.get(auth.key_id)
+        if key is None:
+            raise EntryUntrustedError(f"it is signed with the key {auth.key_id}, which this store was not opened with")
+        spec = header.tensors[STRONG]  # as the layout has it, and within the file
+        strong = self._read(header.data + spec.begin, spec.end - spec.begin)
+        if not same(key.sign(signed_part(text), strong), auth.mac):
+            raise EntryDamagedError(f"it is not what the key {auth.key_id} has signed")
+        return blake2b(strong).digest()
 
     def close(self) -> None:
         """Close the file, once."""
@@ -259,7 +283,7 @@ class EntryFile:
 
     def _run(self, pieces: Iterable[Piece], units: frozenset[int]) -> None:
         """Read the pieces, neighbours at once, and compare the digests of the given units."""
-        states = {unit: xxhash.xxh3_128() for unit in units}
+        states = {unit: UnitDigest(strong=self._keys is not None) for unit in units}
         for group in neighbours(pieces, CHUNK if units else _NO_LIMIT):
             views = [piece.view for piece in group]
             if read_at(self._fd, group[0].offset, views) != sum(map(len, views)):
@@ -269,18 +293,28 @@ class EntryFile:
                     if unit in states:
                         states[unit].update(view)
         for unit, state in states.items():
-            if state.digest() != self._digest(unit):
+            if state.digests() != self._digests(unit):
                 raise EntryDamagedError(f"{self._describe(unit)} are not what was stored")
             self._found_right[unit] = 1
 
-    def _digest(self, unit: int) -> bytes:
-        if self._table is None:
-            spec = self.header.tensors[DIGESTS]
-            table = self._read(self.header.data + spec.begin, spec.end - spec.begin)
+    def _digests(self, unit: int) -> tuple[bytes, bytes]:
+        if self._tables is None:
+            table, strong = self._read_tensor(DIGESTS), b""
             if table_digest(table) != self.header.meta.digests:
                 raise EntryDamagedError("the digests are not what was stored")
-            self._table = table
-        return self._table[unit * DIGEST_SIZE : (unit + 1) * DIGEST_SIZE]
+            if self._strong is not None:
+                strong = self._read_tensor(STRONG)
+                if blake2b(strong).digest() != self._strong:  # it may have been changed since the signature was checked
+                    raise EntryDamagedError("the strong digests are not what was signed")
+            self._tables = table, strong
+        fast, strong = self._tables
+        return fast[unit * DIGEST_SIZE : (unit + 1) * DIGEST_SIZE], strong[
+            unit * STRONG_SIZE : (unit + 1) * STRONG_SIZE
+        ]
+
+    def _read_tensor(self, name: str) -> bytes:
+        spec = self.header.tensors[name]
+        return self._read(self.header.data + spec.begin, spec.end - spec.begin)
 
     def _describe(self, unit: int) -> str:
         if unit == 0:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import xxhash
-
 from kvkeep.entry_format import (
     CHAIN,
     DIGESTS,
     IDS,
     ITEM_SIZES,
+    STRONG,
+    Auth,
     EntryMeta,
     Header,
     LayerRecord,
@@ -31,8 +31,10 @@ from kvkeep.entry_format import (
 )
 from kvkeep.errors import EntryDamagedError, InvalidRequestError
 from kvkeep.keys import BLOCK, DIGEST_SIZE, TokenIds
+from kvkeep.signing import STRONG_SIZE, SigningKey
 from kvkeep.storage.entry_data import CHUNK, as_bytes, extents, parts
 from kvkeep.storage.fileio import Temporary
+from kvkeep.storage.unit_digest import Pair, UnitDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,13 @@ class Draft:
     tensors: Mapping[str, TensorSource]
 
 
-def plan(draft: Draft) -> Header:
-    """The header that the draft will have, but for its digests.
+def plan(draft: Draft, key: SigningKey | None = None) -> Header:
+    """The header that the draft will have, but for its digests and its signature with ``key``.
 
     Raises:
         InvalidRequestError: if draft and layout do not fit together, or the format has no room for it.
     """
-    meta = draft.meta
+    meta = replace(draft.meta, auth=None if key is None else Auth(key.id))
     small = chain_length(meta.start, meta.end)
     if len(draft.ids) != meta.end - meta.start or [len(link) for link in draft.chain] != [DIGEST_SIZE] * small:
         raise InvalidRequestError(f"the draft's ids and chain are not those of tokens [{meta.start}, {meta.end})")
@@ -81,7 +83,9 @@ def plan(draft: Draft) -> Header:
         sources = sorted(draft.tensors.items(), key=_place)
         named = [(name, source.dtype, tuple(source.shape)) for name, source in sources]
         named += [(IDS, "I32", (len(draft.ids),)), (CHAIN, "U8", (small, DIGEST_SIZE))]
-        named += [(DIGESTS, "U8", (first_units(meta)[1], DIGEST_SIZE))]
+        units = first_units(meta)[1]
+        named += [(DIGESTS, "U8", (units, DIGEST_SIZE))]
+        named += [] if key is None else [(STRONG, "U8", (units, STRONG_SIZE))]
         specs = lay_out(sorted(named, key=_alignment, reverse=True))
         raw = encode_header(meta, specs)
         header = decode_header(raw[8:], len(raw) + max(spec.end for spec in specs.values()))
@@ -111,39 +115,51 @@ def _place(item: tuple[str, TensorSource]) -> tuple[str, int, str]:
     return (stem, int(number), role) if number.isdigit() else (stem, -1, rest)
 
 
-def write(temporary: Temporary, draft: Draft, header: Header) -> Header:
-    """Write the planned entry into an empty file, and return its header."""
+def write(temporary: Temporary, draft: Draft, header: Header, key: SigningKey | None = None) -> Header:
+    """Write the planned entry into an empty file, signed with the key that it was planned with; return its header."""
     temporary.allocate(header.size, extents(header))
-    table = b"".join(_write_units(temporary, draft, header))
+    digests = list(_write_units(temporary, draft, header, strong=key is not None))
+    table, strong = (b"".join(one) for one in zip(*digests, strict=True))
     _write_tensor(temporary, header, header.tensors[DIGESTS], table)
-    meta = replace(header.meta, digests=table_digest(table))
-    raw = encode_header(meta, header.tensors)
+    if key is None:
+        meta = replace(header.meta, digests=table_digest(table))
+        raw = encode_header(meta, header.tensors)
+    else:
+        _write_tensor(temporary, header, header.tensors[STRONG], strong)
+        meta = replace(header.meta, digests=table_digest(table), auth=Auth(key.id))
+        raw = encode_header(meta, header.tensors, lambda text: key.sign(text, strong))
+        meta = decode_header(raw[8:], header.size).meta
     temporary.write(0, raw)
     return replace(header, meta=meta)
 
 
-def _write_units(temporary: Temporary, draft: Draft, header: Header) -> Iterator[bytes]:
-    """Write all but the digests, and yield the digest of each unit in order."""
+def _write_units(temporary: Temporary, draft: Draft, header: Header, *, strong: bool) -> Iterator[Pair]:
+    """Write all but the digests, and yield those of each unit in order."""
     ids, chain = draft.ids.int32, b"".join(draft.chain)
     _write_tensor(temporary, header, header.tensors[IDS], ids)
     _write_tensor(temporary, header, header.tensors[CHAIN], chain)
-    yield xxhash.xxh3_128_digest(ids + chain)
+    first = UnitDigest(strong=strong)
+    first.update(memoryview(ids + chain))
+    yield first.digests()
     for stem, number, layer in header.meta.groups():
-        yield from _write_rows(temporary, draft, header, f"{stem}.{number}", layer)
+        yield from _write_rows(temporary, draft, header, f"{stem}.{number}", layer, strong)
         if layer.roles("snapshot"):
             names = [tensor_name(stem, number, role) for role in layer.roles("snapshot")]
-            yield _write_whole(temporary, draft, header, names)
+            yield _write_whole(temporary, draft, header, names, strong)
     if header.meta.state:
-        yield _write_whole(temporary, draft, header, [f"state.{role}" for role in sorted(header.meta.state)])
+        states = [f"state.{role}" for role in sorted(header.meta.state)]
+        yield _write_whole(temporary, draft, header, states, strong)
 
 
-def _write_rows(temporary: Temporary, draft: Draft, header: Header, stem: str, layer: LayerRecord) -> Iterator[bytes]:
-    """Write a layer's rows, and yield the digest of each block.
+def _write_rows(
+    temporary: Temporary, draft: Draft, header: Header, stem: str, layer: LayerRecord, strong: bool
+) -> Iterator[Pair]:
+    """Write a layer's rows, and yield the digests of each block.
 
     A digest goes over all roles and heads of a block, while the file holds one head after the other: so all blocks of
     the layer are digested side by side.
     """
-    states = [xxhash.xxh3_128() for _ in range(blocks(layer.rows))]
+    states = [UnitDigest(strong=strong) for _ in range(blocks(layer.rows))]
     for role in layer.roles("rows"):
         spec = header.tensors[f"{stem}.{role}"]
         step = BLOCK * spec.row_bytes
@@ -155,16 +171,16 @@ def _write_rows(temporary: Temporary, draft: Draft, header: Header, stem: str, l
                     states[(begin + at) // step].update(chunk[at : at + step])
                 temporary.write(offset + begin, chunk)
     for state in states:
-        yield state.digest()
+        yield state.digests()
 
 
-def _write_whole(temporary: Temporary, draft: Draft, header: Header, names: Sequence[str]) -> bytes:
-    state = xxhash.xxh3_128()
+def _write_whole(temporary: Temporary, draft: Draft, header: Header, names: Sequence[str], strong: bool) -> Pair:
+    state = UnitDigest(strong=strong)
     for name in names:
         for begin, chunk in _chunks(as_bytes(draft.tensors[name].parts[0]), CHUNK):
             state.update(chunk)
             temporary.write(header.data + header.tensors[name].begin + begin, chunk)
-    return state.digest()
+    return state.digests()
 
 
 def _write_tensor(temporary: Temporary, header: Header, spec: TensorSpec, data: bytes) -> None:

@@ -104,13 +104,15 @@ class KeyLocks:
         return False
 
     def _release(self, name: tuple[str, ...], fd: int) -> None:
-        with suppress(OSError, StoreError):
-            if self._is_current(name, fd):
-                self._directory.remove(*name)
-        with suppress(OSError):
-            # Closing alone would leave the lock with a process that was forked without running Python's hooks.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        try:
+            with suppress(OSError, StoreError):
+                if self._is_current(name, fd):
+                    self._directory.remove(*name)
+        finally:  # whatever was raised: a lock that is left behind stops others
+            with suppress(OSError):
+                # Closing alone would leave the lock with a process that was forked without running Python's hooks.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
 
 
 def _try_lock(fd: int) -> bool:

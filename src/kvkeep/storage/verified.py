@@ -63,8 +63,21 @@ class Recent(Generic[T]):
             self._values.clear()
 
 
-HEADERS: Recent[Header] = Recent(128)
-"""Checked headers by :class:`FileIdentity`."""
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A header that was found right.
+
+    Attributes:
+        header: the header.
+        strong: the digest of the tensor of strong digests that was signed with it, where there are keys.
+    """
+
+    header: Header
+    strong: bytes | None = None
+
+
+HEADERS: Recent[Checked] = Recent(128)
+"""Checked headers by :class:`FileIdentity` and the keys that they were checked with."""
 
 UNITS: Recent[bytearray] = Recent(4096)
-"""By identity and digest of the digests: one byte a digest unit, set when it was found right."""
+"""By identity, digest of the digests and keys: one byte a digest unit, set when it was found right."""

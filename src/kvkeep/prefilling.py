@@ -1,0 +1,128 @@
+"""Prefixes that are prefilled here and stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvkeep import compat
+from kvkeep.entry_format import EntryKey
+from kvkeep.errors import UnsupportedRequestError
+from kvkeep.grounds import MIN_SHARED
+from kvkeep.guard import prove
+from kvkeep.inputs import Inputs
+from kvkeep.layouts import describe_kept, keeping_cache, plans_of
+from kvkeep.manner import manner_of
+from kvkeep.prefill import prefill, with_encoder
+from kvkeep.prefixes import uncut
+from kvkeep.proving import check_end, prefilled_states
+from kvkeep.ranks import Ranks, ranks_of
+from kvkeep.records import Entry
+from kvkeep.storing import Shared, Storing, chunk_for, plans_for
+
+Progress = Callable[[int, int], None]
+
+SLACK = 4
+"""Rows that a warmed entry keeps of a sliding layer beyond its window: the guard computes one again, a prompt covered
+to its last token is trimmed by one, and text whose last tokens merge with what follows reaches back by two or three
+(measured on five tokenizers)."""
+
+
+def warm(storing: Storing, inputs: Inputs, progress: Progress | None) -> Entry:
+    """Prefill and store these inputs, unless they are stored already; one process does it, the others wait for it.
+
+    What is stored of their beginning is not computed and not stored again. State that is valid behind one token only
+    is kept before the last one: so it serves this very prompt, too. Ranks that run the model together all do it,
+    unless each of them has it stored.
+    """
+    store = storing.store
+    if (ranks := ranks_of(storing.live.model(), None)) is not None:
+        return _warm_together(ranks, storing, inputs, progress)
+    inputs = _before_state(storing, inputs)
+    key = storing.key(inputs)
+    entry = store.get(key.hash)
+    if entry is None:
+        store.check_writable()
+        with store.locked(key.hash):
+            # Whoever held the lock before may just have stored it.
+            entry = store.get(key.hash) or _prefill(storing, key, inputs, progress)
+    return entry
+
+
+def _before_state(storing: Storing, inputs: Inputs) -> Inputs:
+    """The inputs without the last token, where state is kept that is valid behind one token only."""
+    snapshots = any(plan.snapshot for plan in storing.live.asked(plans_of))
+    return inputs.first(uncut(inputs.media, len(inputs) - 1) or len(inputs)) if snapshots else inputs
+
+
+def _warm_together(ranks: Ranks, storing: Storing, inputs: Inputs, progress: Progress | None) -> Entry:
+    entry, ready = None, False
+    try:
+        inputs = _before_state(storing, inputs)
+        key = storing.key(inputs)
+        entry = storing.store.get(key.hash)
+        if entry is None:
+            storing.store.check_writable()
+        ready = True
+    finally:  # another rank waits for the answer, whatever it is
+        stored, all_ready = ranks.least([entry is not None, ready])
+    if entry is not None and stored:
+        return entry
+    if not all_ready:
+        raise UnsupportedRequestError("another rank that runs this model cannot store: see what it raised")
+    return _prefill(storing, key, inputs, progress, alone=False)
+
+
+def _prefill(
+    storing: Storing, key: EntryKey, inputs: Inputs, progress: Progress | None, *, alone: bool = True
+) -> Entry:
+    live, store = storing.live, storing.store
+    model, plans, total, began = live.model(), plans_for(live, len(inputs)), len(inputs), time.perf_counter()
+    report = None if progress is None else lambda done: progress(done, total)
+    inputs, chunk = with_encoder(model, inputs), chunk_for(live, total)
+    stored = _stored_beginning(storing, inputs) if alone else None
+    if stored is None:
+        cache, shared = prefill(model, inputs, chunk=chunk, progress=report), None
+        states, cross = prefilled_states(cache, plans, total, slack=SLACK)
+    else:
+        cache, shared = stored
+        prefill(model, inputs, chunk=chunk, cache=cache, begin=shared.tokens, progress=report)
+        states, cross = describe_kept(cache, plans, total, slack=SLACK), []
+    store.journal.prefilled(total - (shared.tokens if shared else 0), time.perf_counter() - began)
+    del cache, stored
+    storing.check_unchanged(key)  # a changed model goes on otherwise, too
+    check_end(live, inputs, states, plans, cross)
+    return storing.put(key, inputs, states, cross=cross, continues=shared)
+
+
+def _stored_beginning(storing: Storing, inputs: Inputs) -> tuple[Any, Shared] | None:
+    """A cache with what is stored of these inputs' beginning, to be extended; ``None`` where that is not worth it.
+
+    Or where it is not known to be right: with media or an encoder, where rotary frequencies depend on the length, and
+    where a model does not go on from a cache by several tokens at once.
+    """
+    live = storing.live
+    model = live.model()
+    config = compat.text_config(model)
+    if inputs.media or inputs.encoder is not None or live.length_rule() is not None:
+        return None
+    if compat.owned_class(config) is not None or live.asked(manner_of).singly:
+        return None
+    if storing.source.lookup(inputs).tokens < MIN_SHARED:
+        return None
+    cache = keeping_cache(config)
+    served = storing.source.fill(cache, inputs, guard=storing.guard)
+    entry, tokens = served.match.entry, served.match.tokens
+    if entry is None or tokens < MIN_SHARED:
+        return None
+    if served.row is not None:
+        objection = prove(model, cache, inputs, served.row)
+        if objection is not None:
+            storing.source.refuted(served, objection)
+            return None
+        cache = keeping_cache(config)  # with that token as it is stored, not as it was computed again
+        again = storing.source.fill(cache, inputs, guard=False).match
+        if again.entry is None or (again.entry.key, again.tokens) != (entry.key, tokens):
+            return None
+    return cache, Shared(entry.key, tokens)
