@@ -45,10 +45,10 @@ _TEXT = {
 _TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def _gemma3(window: int = 64) -> Any:
+def _gemma3(window: int = 64, **text: Any) -> Any:
     vision = {**_TOWER, "image_size": 16, "patch_size": 4, "vision_use_head": False}
     config = Gemma3Config(
-        text_config={**_TEXT, "head_dim": 16, "sliding_window": window},
+        text_config={**_TEXT, "head_dim": 16, "sliding_window": window, **text},
         vision_config=vision,
         mm_tokens_per_image=4,
         image_token_id=IMAGE,

@@ -20,13 +20,14 @@ from kvkeep._version import __version__
 if TYPE_CHECKING:
     from kvkeep.bound import BoundStore
     from kvkeep.errors import KvkeepError
-    from kvkeep.records import Entry, GenerateReport, Identity, Match
+    from kvkeep.records import Entry, Explanation, GenerateReport, Identity, Match
     from kvkeep.store import CacheStore
 
 __all__ = [
     "BoundStore",
     "CacheStore",
     "Entry",
+    "Explanation",
     "GenerateReport",
     "Identity",
     "KvkeepError",
@@ -38,6 +39,7 @@ _HOMES = {
     "BoundStore": "kvkeep.bound",
     "CacheStore": "kvkeep.store",
     "Entry": "kvkeep.records",
+    "Explanation": "kvkeep.records",
     "GenerateReport": "kvkeep.records",
     "Identity": "kvkeep.records",
     "KvkeepError": "kvkeep.errors",

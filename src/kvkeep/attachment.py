@@ -28,6 +28,7 @@ from kvkeep.fingerprint import unwrap
 from kvkeep.forks import renew_after_fork
 from kvkeep.generation import Call
 from kvkeep.served import Source, miss
+from kvkeep.settings import SaveMode
 
 
 class _Shadow:
@@ -92,10 +93,10 @@ class Attachment:
         self._unshadow(model)
 
     @contextmanager
-    def running(self, model: Any, source: Source, *, guard: bool) -> Iterator[Call]:
+    def running(self, model: Any, source: Source, *, guard: bool, save: SaveMode | None) -> Iterator[Call]:
         """Serve the first ``generate`` of this thread, within the block, from ``source``."""
         outer = self._call
-        call = self._local.call = Call(source, guard)
+        call = self._local.call = Call(source, guard, save=save)
         self._shadow(model)
         try:
             yield call
@@ -164,7 +165,7 @@ class Attachment:
                 if not compat.has_seam(model):
                     kwargs = call.pass_in(model, args, kwargs)
                 out = original(*args, **kwargs)
-                call.finished()  # what never came to a cache says so, too
+                call.ended(out)  # what never came to a cache says so, too
                 return out
             finally:
                 self._local.call = outer

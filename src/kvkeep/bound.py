@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
@@ -12,6 +12,9 @@ import torch
 
 from kvkeep import compat, prefilling, saving
 from kvkeep.attachment import attachment_of, reached
+from kvkeep.autosave import AutoSave
+from kvkeep.boundaries import holds_state
+from kvkeep.conversation import Chat
 from kvkeep.drafting import describe_encoder
 from kvkeep.empty_caches import new_cache, own_cache, quantized_cache
 from kvkeep.errors import (
@@ -21,14 +24,19 @@ from kvkeep.errors import (
     UnsupportedCacheError,
     UnsupportedRequestError,
 )
+from kvkeep.explaining import explain
 from kvkeep.identity import LiveIdentity
 from kvkeep.layouts import plans_of
 from kvkeep.legacy import to_pairs, tokens_for_pairs
 from kvkeep.lines import batch_lines
+from kvkeep.prefixes import uncut
+from kvkeep.prompts import Templating
 from kvkeep.reader import PromptReader
-from kvkeep.records import Entry, GenerateReport, Identity, Match
+from kvkeep.records import Entry, Explanation, GenerateReport, Identity, Match
 from kvkeep.refusals import refuse, refuse_prompt
 from kvkeep.serving import Serving
+from kvkeep.settings import SaveMode, check_save
+from kvkeep.shared_prefixes import shared_prefixes
 from kvkeep.storing import Storing, describe_idle
 
 if TYPE_CHECKING:
@@ -62,6 +70,7 @@ class BoundStore:
         model_id: str | None = None,
         salt: str | None = None,
         guard: bool = True,
+        save: SaveMode | None = None,
         on_report: Callable[[GenerateReport], None] | None = None,
     ) -> None:
         self.store = store
@@ -72,8 +81,9 @@ class BoundStore:
         self._live.current()
         self._reached = weakref.ref(reached(model))
         self._reader = PromptReader(self._live.model, tokenizer)
-        self._serving = Serving(store, self._live, guard=guard, reported=self._reported)
+        self._serving = Serving(store, self._live, guard=guard, reported=self._reported, amended=self._amended)
         self._storing = Storing(store, self._live, tokenizer, self._serving, guard)
+        self._serving.keeper = AutoSave(self._storing, store.save if save is None else save, store.min_tokens)
 
     @property
     def tokenizer(self) -> Any:
@@ -114,6 +124,31 @@ class BoundStore:
         quantized = cache_implementation == "quantized"
         cache = quantized_cache(self._live.model(), cache_config) if quantized else None
         return self._serving.lookup(inputs, cache=cache)
+
+    def explain(
+        self,
+        prompt: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Explanation:
+        """Say why the prompt can reuse no more than it does: the nearest entry, where the two part, and why.
+
+        It reads the ids of up to some hundred entries, so it is for people and not for every call. What it shows of an
+        entry's text is of this namespace alone; of others it says only that they have this prefix.
+
+        Returns:
+            The explanation; ``print`` it. A cause is named only where a test proved it.
+        """
+        chat = Templating(tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs)
+        inputs = self._reader.inputs(prompt, **chat)
+        match = self._serving.lookup(inputs)
+        try:
+            identity: Identity | None = self._live.current()
+        except UnsupportedRequestError:  # the reason of the match says so
+            identity = None
+        return explain(self.store, match, identity, inputs.prefix, self.tokenizer, prompt, chat)
 
     def load(
         self,
@@ -176,6 +211,11 @@ class BoundStore:
         )
         return cache if held else None
 
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether every layer of the model keeps all rows, so that what is stored of it can be cut at any token."""
+        return not any(plan.window or plan.snapshot for plan in self._live.asked(plans_of))
+
     # --- warm and save ---
 
     def warm(
@@ -185,6 +225,7 @@ class BoundStore:
         name: str | None = None,
         pin: bool = False,
         ttl: float | None = None,
+        checkpoint_every: int | None = None,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -200,6 +241,10 @@ class BoundStore:
             name: a name for the entry.
             pin: keep the named entry from eviction.
             ttl: let the name expire after so many seconds.
+            checkpoint_every: let prompts that part from this one use it, too, where the model's layout does not allow
+                that anywhere: up to each multiple of so many tokens, and to the end of each chat message. Layers with
+                a window then keep the rows behind it; recurrent state is kept at each of these places. Where all
+                layers keep all rows, nothing changes.
             progress: called with tokens done and tokens in all. Not called when nothing is prefilled.
 
         Returns:
@@ -211,19 +256,65 @@ class BoundStore:
         """
         if name is None and (pin or ttl is not None):
             raise InvalidRequestError("pin= and ttl= belong to a name: give name= as well")
+        if checkpoint_every is not None and checkpoint_every < 1:
+            raise InvalidRequestError(f"checkpoint_every is a number of tokens, not {checkpoint_every!r}")
         inputs, unstable = self._reader.prefix(
             prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
         )
         if unstable is not None:
             log.warning("kvkeep: %s", unstable)
-        entry = prefilling.warm(self._storing, inputs, progress)
+        cuts: Collection[int] = ()
+        if checkpoint_every is not None or holds_state(self._live):
+            cuts = self._reader.cuts(
+                prompt,
+                inputs,
+                every=checkpoint_every,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        entry = prefilling.warm(self._storing, inputs, progress, cuts)
         if name is None:
             return entry
         try:
             return self.store.name(entry, name, pin=pin, ttl=ttl)
         except EntryNotFoundError:  # evicted before it had its name, which now keeps it from that if it is pinned
-            entry = prefilling.warm(self._storing, inputs, progress)
+            entry = prefilling.warm(self._storing, inputs, progress, cuts)
             return self.store.name(entry, name, pin=pin, ttl=ttl)
+
+    def warm_shared(
+        self,
+        prompts: Sequence[Any],
+        *,
+        min_tokens: int = 64,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Entry]:
+        """Prefill and store what the prompts of a job have in common: every beginning that two of them share.
+
+        Args:
+            prompts: the prompts, each as :meth:`generate` takes it.
+            min_tokens: beginnings that are shorter are left out.
+            progress: called with beginnings done and beginnings in all.
+
+        Returns:
+            An entry for each beginning, the shorter ones first. Nothing is stored of prompts that share nothing.
+        """
+        read = [
+            self._reader.inputs(prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs)
+            for prompt in prompts
+        ]
+        found = shared_prefixes([inputs.ids for inputs in read], min_tokens)
+        entries = []
+        for done, (number, tokens) in enumerate(found, start=1):
+            inputs = read[number]
+            if (kept := uncut(inputs.media, tokens)) >= max(1, min_tokens):
+                entries.append(prefilling.warm(self._storing, inputs.first(kept), None))
+            if progress is not None:
+                progress(done, len(found))
+        return entries
 
     @overload
     def save(self, cache: Any, input_ids: Any, *, name: str | None = None, guard: bool | None = None) -> Entry: ...
@@ -333,6 +424,7 @@ class BoundStore:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         guard: bool | None = None,
+        save: SaveMode | None = None,
         on_report: Callable[[GenerateReport], None] | None = None,
         **generate_kwargs: Any,
     ) -> Any:
@@ -345,11 +437,19 @@ class BoundStore:
         One stored token is computed again with the new ones. If its rows are not the stored ones, the whole prompt is
         computed before anything is sampled; ``guard`` overrules the bind's setting for this call.
 
+        ``save`` says what is stored of this call, of one sequence, for others to come: ``"never"``, the ``"prompt"``,
+        the ``"turn"`` (prompt and answer, as far as they are cached), or with ``"seen_twice"`` as much of the prompt as
+        an earlier call of this bind had, too. The bind's or the store's setting by default. Whether it was stored, and
+        if not, why, is in the report; that never stops a call.
+
         Raises:
+            InvalidPromptError: for ids that are none, such as floats, negative ones, or ones beyond the vocabulary.
             UnsupportedRequestError: for ``use_cache=False``, ``inputs_embeds``, a cache of your own, or a model in
                 training mode: a stored prefix cannot serve these; the message says what to do.
         """
         model = self._live.model()
+        if save is not None:
+            check_save(save)
         refuse(model, generate_kwargs)
         if (
             prompt is None
@@ -367,19 +467,47 @@ class BoundStore:
             generate_kwargs = {**inputs, **generate_kwargs}
         refuse_prompt(model, generate_kwargs)
         inner = self._reached() or model
-        with attachment_of(inner).running(inner, self._serving, guard=self.guard if guard is None else guard) as call:
+        with attachment_of(inner).running(
+            inner, self._serving, guard=self.guard if guard is None else guard, save=save
+        ) as call:
             out = model.generate(**generate_kwargs)
         report = call.finished()
         if on_report is not None:
             on_report(report)
         return out
 
+    def chat(
+        self,
+        id: str | None = None,  # noqa: A002 - what everybody calls it
+        messages: Sequence[Mapping[str, Any]] = (),
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Chat:
+        """A conversation whose turns reuse one another: a new one, or the one that was stored under this id.
+
+        Args:
+            id: its name; a new one gets one of its own if this is left out. In the store it is kept with what was said,
+                in a file that is as private as the entries.
+            messages: what a new one begins with, such as a system message.
+            tools: for the chat template, as are ``documents`` and ``chat_template_kwargs``; not stored.
+
+        Raises:
+            InvalidRequestError: a conversation of this id is stored that begins with other messages, or there is no
+                tokenizer.
+            StoreReadOnlyError: the store never writes.
+        """
+        return Chat(self, id, messages, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs)
+
     @contextmanager
     def attached(self) -> Iterator[BoundStore]:
         """Within the block ``model.generate`` itself reuses the store, whoever calls it, in every thread.
 
         A call that the store cannot serve runs as if it were not there, and ``last_report`` has the reason; it never
-        raises for that. Afterwards the model is exactly as before.
+        raises for that. Afterwards the model is exactly as before. A ``generate`` that calls itself, as Whisper's does
+        for each window of a long recording, is served in its first call. transformers 4.57 gives all calls with a
+        static cache on one model the same one: run those one after the other, with a store or without.
         """
         self.attach()
         try:
@@ -397,6 +525,10 @@ class BoundStore:
         model = self._reached()
         if model is not None:
             attachment_of(model).detach(model, self._serving)
+
+    def _amended(self, report: GenerateReport) -> None:
+        """Note what was stored of a call."""
+        self.last_report = report
 
     def _reported(self, report: GenerateReport) -> None:
         """Note what one call reused."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
 
 from kvkeep.entry_format import Media
-from kvkeep.errors import EntryDamagedError, EntryUnknownError
+from kvkeep.errors import EntryDamagedError, EntryUnknownError, EntryUntrustedError
 from kvkeep.forks import renew_after_fork
 from kvkeep.keys import BLOCK, common_prefix
 from kvkeep.matching import PrefixIndex, best_of
@@ -58,7 +61,7 @@ class Catalog:
         self._mutex = threading.RLock()
         self._prefixes = PrefixIndex()
         self._ids: dict[str, bytes] = {}
-        self._bad: dict[str, FileIdentity | None] = {}
+        self._bad: dict[str, tuple[FileIdentity | None, str]] = {}
         self._loaded = False
 
     # --- rows ---
@@ -149,9 +152,16 @@ class Catalog:
 
     def damaged(self, key: str, error: EntryDamagedError, file: FileIdentity | None = None) -> None:
         """Drop a damaged entry and set its file aside; with ``file``, only if that very file still lies there."""
+        if isinstance(error, EntryUntrustedError):  # others may trust it, so its row and its file stay
+            with suppress(OSError):
+                file = file or self._files.identity(key)
+            with self._mutex:
+                self._bad[key] = file, f"untrusted: {error.reason}"
+            log.warning("kvkeep: entry %s is passed over: %s", key, error.reason)
+            return
         if self._readonly and not isinstance(error, EntryUnknownError):
             with self._mutex:
-                self._bad[key] = file
+                self._bad[key] = file, "damaged: the entry was found wrong, and this process passes it over"
             log.warning("kvkeep: entry %s is not as it should be (%s); this process passes it over", key, error.reason)
             return
         self.forget(key)
@@ -162,17 +172,15 @@ class Catalog:
         self._files.quarantine(key, error.reason, identity=file)
         self._on_damage(key)
 
-    def _is_bad(self, key: str) -> bool:
-        """Whether an entry was found bad that a read-only store could not set aside, and still is that file."""
-        if key not in self._bad:
-            return False
-        try:
-            if self._bad[key] in (None, self._files.identity(key)):
-                return True
-        except OSError:
-            pass
-        del self._bad[key]
-        return False
+    def _why_bad(self, lineage: Sequence[Row]) -> str | None:
+        """Why an entry cannot be used that was found bad, but not set aside, or continues such a one; else ``None``."""
+        for key in (row.key for row in lineage if row.key in self._bad):
+            file, why = self._bad[key]
+            with suppress(OSError):
+                if file in (None, self._files.identity(key)):
+                    return why
+            del self._bad[key]
+        return None
 
     def _refresh(self) -> None:
         if self._loaded and not self._index.changed():
@@ -237,8 +245,8 @@ class Catalog:
     ) -> tuple[int, Row, str | None]:
         """How many leading tokens a prompt can use of an entry or what it continues, of which; and if none, why."""
         row = lineage[0]
-        if any(self._is_bad(link.key) for link in lineage):
-            return 0, row, "damaged: the entry was found wrong, and this process passes it over"
+        if (bad := self._why_bad(lineage)) is not None:
+            return 0, row, bad
         try:
             shared = self._common(lineage, prefix)
         except OSError as error:
@@ -249,6 +257,7 @@ class Catalog:
             why = obstacle(link, fits)
         if fits and why is None:
             return fits, link, None
+        why = why or self._why_bad(lineage)
         return 0, row, why or (None if other is None else _other_media(other))
 
     def stranger(self, identity: Identity, namespace: bytes, prefix: Prefix) -> Row | None:
@@ -256,6 +265,23 @@ class Catalog:
         with self._mutex:
             self._refresh()
             return next(iter(self._prefixes.strangers(identity, prefix, prefix.chain(namespace))), None)
+
+    def nearby(self, identity: Identity, namespace: bytes, prefix: Prefix, count: int) -> tuple[list[Row], list[Row]]:
+        """The entries that may share the most tokens with a prompt: ``count`` that serve it, and others that do not.
+
+        Those others share a block, or are wholly a prefix of it, and were computed with something else or stored in
+        another namespace.
+        """
+        with self._mutex:
+            self._refresh()
+            chain, own = prefix.chain(namespace), namespace.hex()
+            found = self._prefixes.candidates(identity, own, prefix, chain, near=count)
+            rows = list(islice((row for _, some in found for row in some), count))
+            others = self._prefixes.strangers(identity, prefix, chain)
+            anybody = replace(identity, model="")  # those of this identity are strangers, too, in another namespace
+            for other in islice(sorted({row.namespace for row in self._prefixes.rows()} - {own}), count):
+                others += self._prefixes.strangers(anybody, prefix, prefix.chain(bytes.fromhex(other)))
+            return rows, others
 
     def _common(self, lineage: Sequence[Row], prefix: Prefix) -> int:
         """How many leading ids an entry shares with the prompt; 0 if it is gone or damaged. ``OSError`` as the disk."""

@@ -16,6 +16,7 @@ from typing import Literal
 
 from kvkeep.capacity import Capacity
 from kvkeep.catalog import Catalog
+from kvkeep.matching import orphans
 from kvkeep.storage.budget import LimitName
 from kvkeep.storage.entries import ENTRIES, QUARANTINE, SUFFIX
 from kvkeep.storage.fileio import in_use
@@ -125,6 +126,7 @@ class Collector:
         self._collect_temporaries()
         self._collect_quarantine()
         self._collect_locks()
+        self._collect_orphans()
         self._collect_expired()
         limit, short = self._collect_excess()
         left = self._left()
@@ -177,6 +179,18 @@ class Collector:
                 self._removed.append(removal)
 
     # --- entries ---
+
+    def _collect_orphans(self) -> None:
+        """Remove entries that continue what is gone, whatever their names: nothing can use them any more."""
+
+        def lost(rows: Mapping[str, Row]) -> list[str]:
+            lone = orphans({key: row.parent for key, row in rows.items()}, self._is_there)
+            return _leaves_first(rows, {key for key in lone if self._is_ripe(key)})
+
+        self._evict(lost, "what it continues is gone", held=set)
+
+    def _is_there(self, key: str) -> bool:
+        return self._age(ENTRIES, key[:2], key + SUFFIX) > -1.0
 
     def _collect_expired(self) -> None:
         """Remove names that have expired, and then the entries that had only such names, children before parents."""
@@ -261,7 +275,11 @@ class Collector:
 
 def _unnamed(rows: Mapping[str, Row], expired: Iterable[Ref], named: set[str]) -> list[str]:
     """The keys of entries whose names have all expired and that no other entry continues, children before parents."""
-    wanted = {ref.key for ref in expired if ref.key in rows} - named
+    return _leaves_first(rows, {ref.key for ref in expired if ref.key in rows} - named)
+
+
+def _leaves_first(rows: Mapping[str, Row], wanted: set[str]) -> list[str]:
+    """Those of some entries that no other entry continues but one of them, children before parents."""
     left, found = dict(rows), list[str]()
     while True:
         parents = {row.parent for row in left.values()}

@@ -142,6 +142,15 @@ def rows_from(state: LayerState, first: int) -> LayerState:
     return LayerState(replace(record, first=first, rows=record.first + record.rows - first), tensors)
 
 
+def rows_until(state: LayerState, tokens: int) -> LayerState:
+    """The same layer, which has only rows, without those from position ``tokens`` on."""
+    record = state.record
+    if not record.rows:
+        return state
+    tensors = {role: tensor[:, : tokens - record.first] for role, tensor in state.tensors.items()}
+    return LayerState(replace(record, rows=tokens - record.first), tensors)
+
+
 def dump_fields(fields: Mapping[str, str]) -> str:
     """Named digests as one text, which costs a reader of headers nothing."""
     return "\n".join(f"{digest} {name}" for name, digest in sorted(fields.items()))

@@ -24,7 +24,8 @@ from kvkeep.prefill import feed_slots
 from kvkeep.prompts import read_ids
 from kvkeep.ranks import Agreement, Offer, Ranks, ranks_of
 from kvkeep.records import GenerateReport, Match
-from kvkeep.served import Served, Source, miss
+from kvkeep.served import Kept, Pending, Served, Source, miss
+from kvkeep.settings import SaveMode
 
 _CACHE_GIVEN = "cache_given: the call brings a cache of its own"
 
@@ -55,6 +56,9 @@ class Call:
         report: what came of it.
         served: what the cache was filled with.
         seconds: how long that took.
+        save: what of it is to be stored; ``None`` where it does not say so itself.
+        kept: what is to be stored when it has ended, or was stored.
+        cache: the cache, until the call has ended.
         quantized: the layers of a quantized cache, while others with full rows stand in for them in the first pass.
     """
 
@@ -78,6 +82,9 @@ class Call:
     report: GenerateReport | None = None
     served: Served | None = None
     seconds: float = 0.0
+    save: SaveMode | None = None
+    kept: Pending | Kept | None = None
+    cache: Any = None
     quantized: list[Any] = field(default_factory=list)
 
     @property
@@ -214,7 +221,9 @@ class Call:
         except (InvalidPromptError, UnsupportedRequestError) as error:
             self.finish(miss(f"inputs: {error}"), 0)
             return
-        self.inputs = inputs
+        self.inputs, self.cache = inputs, cache
+        if self.source.keeper is not None and self.ranks is None:
+            self.kept = self.source.keeper.begin(inputs, self.save, str(getattr(mode, "value", mode)))
         new = max(1, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
         room = 0 if self.drafts else new  # drafts are cropped: no room
         served, apart = self._fill_agreed(cache, inputs, room)
@@ -421,6 +430,20 @@ class Call:
             key=match.entry.key if match.entry is not None else None,
         )
         self.source.reported(self.report)
+
+    def ended(self, out: Any) -> None:
+        """Store what is to be stored of the call, which has returned ``out``."""
+        kept, cache, self.cache = self.kept, self.cache, None
+        report, keeper = self.finished(), self.source.keeper
+        if kept is None and self.inputs is None and keeper is not None and keeper.wants(self.save):
+            kept = Kept(reason=report.reason or "batch: several sequences are not stored by themselves")
+        if kept is None:
+            return
+        if not isinstance(kept, Kept):
+            kept = kept.end(cache, getattr(out, "sequences", out), report.reused_tokens)
+        if kept != Kept():
+            self.report = replace(report, stored=kept.key, not_stored=kept.reason)
+            self.source.amended(self.report)
 
     def finished(self) -> GenerateReport:
         """The report; a call that never came to prepare a cache reused nothing."""

@@ -33,7 +33,7 @@ class Ground:
 WHOLE = Ground()
 
 
-def ground_on(lineage: Sequence[Row], start: int) -> Ground:
+def ground_on(lineage: Sequence[Row], start: int, *, links: int = MAX_LINKS) -> Ground:
     """Where an entry begins whose first ``start`` tokens another holds, with what that continues.
 
     A chain that is full is taken together at its end: as many links as cost the fewest tokens for each link that they
@@ -42,13 +42,14 @@ def ground_on(lineage: Sequence[Row], start: int) -> Ground:
     Args:
         lineage: see :meth:`~kvkeep.matching.PrefixIndex.lineage`.
         start: how many of its tokens are the new entry's.
+        links: how many links the chain may have.
     """
-    if len(lineage) < MAX_LINKS:
+    if len(lineage) < links:
         return Ground(start, lineage[0].key)
-    links = min(range(1, len(lineage) + 1), key=lambda count: ((start - lineage[count - 1].start) / count, -count))
-    replaced = tuple(row.key for row in lineage[:links])
-    parent = lineage[links].key if links < len(lineage) else None
-    return Ground(lineage[links - 1].start, parent, replaced=replaced)
+    taken = min(range(1, len(lineage) + 1), key=lambda count: ((start - lineage[count - 1].start) / count, -count))
+    replaced = tuple(row.key for row in lineage[:taken])
+    parent = lineage[taken].key if taken < len(lineage) else None
+    return Ground(lineage[taken - 1].start, parent, replaced=replaced)
 
 
 def outdated(rows: Mapping[str, Row], keys: Sequence[str], lineage: Sequence[Row]) -> list[str]:

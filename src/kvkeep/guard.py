@@ -54,14 +54,19 @@ def compare(
     return objection_to(model, pairs)
 
 
-def objection_to(model: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
-    """Why rows (computed, stored), each pair as :func:`row_errors` takes it, are not the same; ``None`` if so."""
+def objection_to(
+    model: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, at_least: float = 0.0
+) -> str | None:
+    """Why rows (computed, stored), each pair as :func:`row_errors` takes it, are not the same; ``None`` if so.
+
+    They may differ by ``at_least``, where the number format does not allow for more.
+    """
     if not pairs:
         return None
     errors, limit = row_errors(pairs), limit_for(model, pairs[0][1].dtype)
     # Where rounding is coarse it turns a token to another expert now and then, and all behind that layer differs.
     typical = limit > LIMITS[torch.float32] and compat.has_experts(model)
-    error = float(errors.median() if typical else errors.max())
+    error, limit = float(errors.median() if typical else errors.max()), max(limit, at_least)
     if error <= limit:  # not the other way round: a NaN is no agreement
         return None
     return f"a row computed again differs from the stored one by {error:.1e} of its size (limit {limit:.0e})"

@@ -26,6 +26,7 @@ from kvkeep.prefixes import Prefix, media_before
 
 _Runs = list[tuple[int, int]]
 _Rows = dict[str, tuple[int, int]]
+_USUAL_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +138,7 @@ def read_inputs(model: Any, ids: TokenIds, extras: Mapping[str, Any]) -> Inputs:
             raise UnsupportedRequestError(
                 "a single id stands for all of a picture, film or sound: the old form of prompts"
             )
-        found += _items(kind, runs, inputs, types)
+        found += _items(kind, runs, inputs, types, typed=compat.takes_media_types(model))
     _check_types(types, places)
     found.sort(key=lambda item: (item[0].start, item[0].kind))
     return Inputs(ids, tuple(one for one, _ in found), values, tuple(rows for _, rows in found), types)
@@ -192,10 +193,16 @@ def _runs(ids: TokenIds, placeholders: frozenset[int]) -> Iterator[tuple[int, in
 
 
 def _items(
-    kind: str, runs: _Runs, tensors: Mapping[str, torch.Tensor], types: Mapping[str, torch.Tensor]
+    kind: str, runs: _Runs, tensors: Mapping[str, torch.Tensor], types: Mapping[str, torch.Tensor], *, typed: bool
 ) -> list[tuple[Media, _Rows]]:
+    """The items of one kind, and their rows.
+
+    Types of media are part of an item where they are other than its placeholders say, or where a model that is
+    ``typed`` by them is given none: what is usual in one version is not known in another, which computes the same.
+    """
     if not runs:
         return []
+    missing = [b"no " + compat.MEDIA_TYPES.encode()] if typed and compat.MEDIA_TYPES not in types else []
     parts = _rows_of_each(runs, tensors)
     if parts is None:
         runs = [(runs[0][0], runs[-1][1])]
@@ -212,11 +219,16 @@ def _items(
     )
     items = []
     for number, ((begin, end), rows) in enumerate(zip(runs, parts, strict=True)):
-        names = sorted({*rows, *types})
+        names = sorted({*rows, *(name for name in types if not _is_usual(name, types[name][:, begin:end], kind))})
         named = (part for name in names for part in (name.encode(), digests[number, name]))
-        content = digest_fields("kvkeep/media/1", kind.encode(), *named)
+        content = digest_fields("kvkeep/media/1", kind.encode(), *named, *missing)
         items.append((Media(kind=kind, content=content.hex(), start=begin, end=end), rows))
     return items
+
+
+def _is_usual(name: str, types: torch.Tensor, kind: str) -> bool:
+    """Whether types of media say what placeholders of this kind are, each of them, as processors do."""
+    return name == compat.MEDIA_TYPES and bool((types == _USUAL_TYPES[kind]).all())
 
 
 def _tensor(name: str, value: Any) -> torch.Tensor:

@@ -10,9 +10,11 @@ import torch
 
 from kvkeep import compat
 from kvkeep.encoded import EncoderInput, item_of
+from kvkeep.errors import UnsupportedCacheError
 from kvkeep.guard import limit_for, row_errors
 from kvkeep.inputs import Inputs, input_device
 from kvkeep.keys import TokenIds
+from kvkeep.layouts import plan_layers
 from kvkeep.prefill import empty_cache, feed, feed_slots, known_ids, with_encoder
 
 _PROBE = 8
@@ -20,6 +22,9 @@ _PROBE = 8
 
 _PADDING = 3
 """Slots of padding before the probe that shows how a model places tokens."""
+
+_FARTHEST = 256
+"""The largest window whose end is probed."""
 
 _HEARD = 6
 """Positions of an encoder that the probe's decoder is given."""
@@ -67,7 +72,7 @@ def manner_of(model: Any) -> Manner:
         return Manner(_OTHERWISE)
     media = frozenset().union(*compat.media_tokens(model).values(), unplaced)
     known = [one for one in range(min(_PROBE * 4, known_ids(model) or 1)) if one not in media]
-    length = _PROBE + compat.stretch_computed_at_once(compat.text_config(model))
+    length = _PROBE + _behind(model)
     try:
         probe = _probe(model, (known * length)[-length:])
         other = _probe(model, (known * _PROBE)[: _PROBE // 2])
@@ -91,6 +96,21 @@ def manner_of(model: Any) -> Manner:
         if _agrees(model, whole, probe, other, step, unheard=unheard):
             return Manner(singly=step == 1, skips=unheard)
     return Manner(_OTHERWISE)
+
+
+def _behind(model: Any) -> int:
+    """How many tokens the cache holds of the probe before its last ones.
+
+    Where there is state, as many as are computed together or fill a window, within reason: beyond that some models go
+    on otherwise, and nothing shows it when a prefix is stored, as no state can be cut back to the token before.
+    """
+    config = compat.text_config(model)
+    try:
+        plans = [plan for plan in plan_layers(config) if plan.snapshot]
+    except UnsupportedCacheError:
+        return 0
+    windows = max((plan.window for plan in plans), default=0)
+    return max(compat.stretch_computed_at_once(config), min(windows, _FARTHEST)) if plans else 0
 
 
 def _probe(model: Any, ids: Sequence[int]) -> Inputs:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain as chain_of
 from itertools import islice
 from operator import itemgetter
 
@@ -23,8 +24,11 @@ from kvkeep.records import Identity
 from kvkeep.storage.entry_chain import MAX_LINKS
 from kvkeep.storage.rows import Row, has_snapshots, trims
 
-NEAR = 16
+NEAR = 64
 """How many rows of a depth are offered on the chance that they share some tokens of one more block."""
+
+ALIKE = 4
+"""How many of these at most go on with the same block, and so share the same tokens of it; the shortest are taken."""
 
 _Group = tuple[str, str, str, str, tuple[int, int] | None, tuple[Media, ...]]
 _Place = tuple[bytes, str, Row]  # packed chain from token 0, with its media, key, row
@@ -107,7 +111,8 @@ class PrefixIndex:
             chain: its :func:`~kvkeep.keys.prefix_chain`.
             form: how the entries are stored.
             tp: tensor-parallel (size, rank).
-            near: how many rows of a depth to give beyond those that are wholly a prefix of the prompt.
+            near: how many rows of a depth to give beyond those that are wholly a prefix of the prompt; at most
+                ``ALIKE`` of them go on with the same block.
 
         Yields:
             (tokens, rows): these rows share the first ``tokens`` ids with the prompt, and the media that begin among
@@ -191,7 +196,9 @@ class PrefixIndex:
         if row.parent is None:
             return _with_media(row)
         parent, path = self._rows.get(row.parent), self._paths.get(row.parent)
-        if parent is None or path is None or parent.end < row.start or _group(parent) != _group(row):
+        if parent is None or path is None or _group(parent) != _group(row):
+            return None
+        if not parent.start < row.start <= parent.end:
             return None
         if not self.lineage(row):
             return None
@@ -228,12 +235,30 @@ def _around(
         depth = max(common_prefix(places[at][0], path, DIGEST_SIZE) for at in ends)
         shared = path[: depth * DIGEST_SIZE]
         below = bisect_left(places, (shared,), hi=low)
-        above = bisect_right(places, shared, lo=high, key=lambda place: place[0][: len(shared)])
+        above = _behind(places, shared, high, len(places))
         whole = _whole(places, below, shared, prefix, chain)
         keys = {row.key for row in whole}
-        span = (islice(places, below, low), islice(places, high, above))
-        yield depth * BLOCK, whole, (place[2] for part in span for place in part if place[1] not in keys)
+        others = chain_of(_unlike(places, below, low, len(shared)), _unlike(places, high, above, len(shared)))
+        yield depth * BLOCK, whole, (row for row in others if row.key not in keys)
         low, high = below, above
+
+
+def _unlike(places: list[_Place], begin: int, end: int, shared: int) -> Iterator[Row]:
+    """Of the rows [begin, end), whose paths share so many bytes, those without a further block, and a few a block."""
+    while begin < end:
+        path = places[begin][0]
+        if len(path) == shared:
+            yield places[begin][2]
+            begin += 1
+            continue
+        stop = _behind(places, path[: shared + DIGEST_SIZE], begin, end)
+        yield from (place[2] for place in islice(places, begin, min(stop, begin + ALIKE)))
+        begin = stop
+
+
+def _behind(places: list[_Place], start: bytes, begin: int, end: int) -> int:
+    """The end of the rows from ``begin`` on whose path starts so."""
+    return bisect_right(places, start, lo=begin, hi=end, key=lambda place: place[0][: len(start)])
 
 
 def _whole(places: list[_Place], at: int, shared: bytes, prefix: Prefix, chain: Sequence[bytes]) -> list[Row]:
@@ -300,13 +325,17 @@ def joined_trims(lineage: Sequence[Row]) -> tuple[tuple[int, int], ...]:
     return tuple((begin, window) for window, begin in first.items())
 
 
-def best_of(lineage: Sequence[Row], common: int, limit: int) -> tuple[int, Row, str | None]:
+def best_of(
+    lineage: Sequence[Row], common: int, limit: int, *, rows_alone: bool = False
+) -> tuple[int, Row, str | None]:
     """How many leading tokens a prompt can use of an entry or of one that it continues, and which that is.
 
     Args:
         lineage: see :meth:`PrefixIndex.lineage`.
         common: how many leading ids the entry shares with the prompt.
         limit: how many tokens the prompt can use at most.
+        rows_alone: whether state that is valid at the end of an entry alone does not matter, because it comes from
+            elsewhere.
 
     Returns:
         The tokens, the row, and why it is 0 although something is shared, as :func:`usable`.
@@ -314,11 +343,33 @@ def best_of(lineage: Sequence[Row], common: int, limit: int) -> tuple[int, Row, 
     best, found, why = 0, lineage[0], None
     for at, row in enumerate(lineage):
         trims = joined_trims(lineage[at:]) if row.start else row.trims
-        tokens, obstacle = usable(trims, row.snapshots, row.end, common, limit)
+        tokens, obstacle = usable(trims, row.snapshots and not rows_alone, row.end, common, limit)
+        common = min(common, row.start)  # behind that, what it continues may go on otherwise
         why = why or obstacle
         if tokens and tokens >= best:  # of two that give as many, the one with less to open
             best, found = tokens, row
     return best, found, None if best else why
+
+
+def orphans(parents: Mapping[str, str | None], is_there: Callable[[str], bool]) -> set[str]:
+    """The keys of entries that nothing can use: what they continue, directly or through others, is gone.
+
+    Args:
+        parents: the key of each entry's parent, or ``None``, by its own key.
+        is_there: says of a key that is not among them whether its file is there all the same.
+    """
+
+    def is_whole(key: str) -> bool:
+        for _ in range(MAX_LINKS):
+            if key not in parents:
+                return is_there(key)
+            parent = parents[key]
+            if parent is None:
+                return True
+            key = parent
+        return False
+
+    return {key for key in parents if not is_whole(key)}
 
 
 def can_trim(meta: EntryMeta, tokens: int) -> bool:

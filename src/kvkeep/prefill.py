@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ def prefill(
     chunk: int = CHUNK,
     cache: Any = None,
     begin: int = 0,
+    boundaries: Mapping[int, Callable[[Any], None]] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Any:
     """Compute a cache of the inputs with every row of every layer kept, without dropout and without gradients.
@@ -39,6 +40,7 @@ def prefill(
         chunk: tokens a forward pass, more where a picture would be cut.
         cache: a cache to extend instead of a new one.
         begin: how many tokens it holds.
+        boundaries: what to call with the cache when it holds so many tokens.
         progress: called with the number of tokens done.
 
     Raises:
@@ -49,8 +51,11 @@ def prefill(
     inputs = with_encoder(model, inputs)
     cache = empty_cache(model, inputs) if cache is None else cache
     total = len(inputs) if tokens is None else tokens
-    for first, end in passes(inputs, total, chunk, begin):
+    boundaries = boundaries or {}
+    for first, end in passes(inputs, total, chunk, begin, boundaries):
         feed(model, cache, inputs, first, end)
+        if end in boundaries:
+            boundaries[end](cache)
         if progress is not None:
             progress(end)
     if compat.counts_tokens(cache) and compat.cached_tokens(cache) != total:
@@ -86,10 +91,16 @@ def with_encoder(model: Any, inputs: Inputs) -> Inputs:
         raise InvalidPromptError(f"the encoder does not take this prompt: {error}") from error
 
 
-def passes(inputs: Inputs, tokens: int, chunk: int, begin: int = 0) -> Iterator[tuple[int, int]]:
-    """The stretches [begin, end) of the first ``tokens`` tokens that are fed in one pass each."""
+def passes(
+    inputs: Inputs, tokens: int, chunk: int, begin: int = 0, boundaries: Collection[int] = ()
+) -> Iterator[tuple[int, int]]:
+    """The stretches [begin, end) of the first ``tokens`` tokens that are fed in one pass each.
+
+    One ends at each of the boundaries, which must not lie within an item of media.
+    """
     while begin < tokens:
-        end = min(inputs.whole(begin + chunk), tokens)
+        ahead = [one for one in boundaries if begin < one]
+        end = min(inputs.whole(begin + chunk), tokens, *ahead)
         yield begin, end
         begin = end
 
@@ -176,7 +187,7 @@ def feed_slots(
     """
     arguments: dict[str, Any] = {compat.forward_cache_argument(model): cache, "use_cache": True}
     seen = torch.ones_like(ids) if mask is None else mask
-    if compat.takes(model, "attention_mask"):
+    if mask is not None and compat.takes(model, "attention_mask"):  # Mamba takes one of the tokens fed alone
         arguments["attention_mask"] = seen[:, :end]
     if compat.takes(model, "position_ids"):
         arguments["position_ids"] = (seen.long().cumsum(-1) - 1).clamp(min=0)[:, begin:end]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kvkeep import compat
+from kvkeep.boundaries import Boundaries, boundaries_within, holds_state
 from kvkeep.entry_format import EntryKey
 from kvkeep.errors import UnsupportedRequestError
 from kvkeep.grounds import MIN_SHARED
 from kvkeep.guard import prove
 from kvkeep.inputs import Inputs
-from kvkeep.layouts import describe_kept, keeping_cache, plans_of
+from kvkeep.layouts import describe_kept, keeping_cache
 from kvkeep.manner import manner_of
 from kvkeep.prefill import prefill, with_encoder
 from kvkeep.prefixes import uncut
 from kvkeep.proving import check_end, prefilled_states
 from kvkeep.ranks import Ranks, ranks_of
 from kvkeep.records import Entry
+from kvkeep.storage.entry_chain import MAX_LINKS
 from kvkeep.storing import Shared, Storing, chunk_for, plans_for
 
 Progress = Callable[[int, int], None]
@@ -29,31 +31,46 @@ to its last token is trimmed by one, and text whose last tokens merge with what 
 (measured on five tokenizers)."""
 
 
-def warm(storing: Storing, inputs: Inputs, progress: Progress | None) -> Entry:
+def warm(storing: Storing, inputs: Inputs, progress: Progress | None, cuts: Collection[int] = ()) -> Entry:
     """Prefill and store these inputs, unless they are stored already; one process does it, the others wait for it.
 
     What is stored of their beginning is not computed and not stored again. State that is valid behind one token only
     is kept before the last one: so it serves this very prompt, too. Ranks that run the model together all do it,
     unless each of them has it stored.
+
+    Args:
+        storing: where to.
+        inputs: what to prefill.
+        progress: called with tokens done and tokens in all.
+        cuts: after how many tokens it should be possible to go on otherwise, where that is not possible anywhere.
     """
     store = storing.store
     if (ranks := ranks_of(storing.live.model(), None)) is not None:
         return _warm_together(ranks, storing, inputs, progress)
     inputs = _before_state(storing, inputs)
+    cuts = boundaries_within(storing.live, inputs, cuts)
     key = storing.key(inputs)
-    entry = store.get(key.hash)
+    entry = _stored(storing, key, inputs, cuts)
     if entry is None:
         store.check_writable()
         with store.locked(key.hash):
             # Whoever held the lock before may just have stored it.
-            entry = store.get(key.hash) or _prefill(storing, key, inputs, progress)
+            entry = _stored(storing, key, inputs, cuts) or _prefill(storing, key, inputs, progress, cuts)
     return entry
+
+
+def _stored(storing: Storing, key: EntryKey, inputs: Inputs, cuts: Collection[int]) -> Entry | None:
+    """The entry, if it is stored with all of its boundaries."""
+    entry = storing.store.get(key.hash)
+    if entry is None or not holds_state(storing.live):
+        return entry
+    whole = all(storing.store.get(storing.key(inputs.first(cut)).hash) for cut in cuts)
+    return entry if whole else None
 
 
 def _before_state(storing: Storing, inputs: Inputs) -> Inputs:
     """The inputs without the last token, where state is kept that is valid behind one token only."""
-    snapshots = any(plan.snapshot for plan in storing.live.asked(plans_of))
-    return inputs.first(uncut(inputs.media, len(inputs) - 1) or len(inputs)) if snapshots else inputs
+    return inputs.first(uncut(inputs.media, len(inputs) - 1) or len(inputs)) if holds_state(storing.live) else inputs
 
 
 def _warm_together(ranks: Ranks, storing: Storing, inputs: Inputs, progress: Progress | None) -> Entry:
@@ -75,25 +92,37 @@ def _warm_together(ranks: Ranks, storing: Storing, inputs: Inputs, progress: Pro
 
 
 def _prefill(
-    storing: Storing, key: EntryKey, inputs: Inputs, progress: Progress | None, *, alone: bool = True
+    storing: Storing,
+    key: EntryKey,
+    inputs: Inputs,
+    progress: Progress | None,
+    cuts: Collection[int] = (),
+    *,
+    alone: bool = True,
 ) -> Entry:
     live, store = storing.live, storing.store
     model, plans, total, began = live.model(), plans_for(live, len(inputs)), len(inputs), time.perf_counter()
     report = None if progress is None else lambda done: progress(done, total)
     inputs, chunk = with_encoder(model, inputs), chunk_for(live, total)
+    slack = SLACK + (total - min(cuts) if cuts else 0)
+    boundaries = Boundaries(plans, cuts if holds_state(live) else ())
     stored = _stored_beginning(storing, inputs) if alone else None
     if stored is None:
-        cache, shared = prefill(model, inputs, chunk=chunk, progress=report), None
-        states, cross = prefilled_states(cache, plans, total, slack=SLACK)
+        cache, shared = prefill(model, inputs, chunk=chunk, boundaries=boundaries.calls, progress=report), None
+        states, cross = prefilled_states(cache, plans, total, slack=slack)
     else:
-        cache, shared = stored
-        prefill(model, inputs, chunk=chunk, cache=cache, begin=shared.tokens, progress=report)
-        states, cross = describe_kept(cache, plans, total, slack=SLACK), []
+        (cache, shared), calls = stored, boundaries.calls
+        prefill(model, inputs, chunk=chunk, cache=cache, begin=stored[1].tokens, boundaries=calls, progress=report)
+        states, cross = describe_kept(cache, plans, total, slack=slack), []
     store.journal.prefilled(total - (shared.tokens if shared else 0), time.perf_counter() - began)
     del cache, stored
     storing.check_unchanged(key)  # a changed model goes on otherwise, too
     check_end(live, inputs, states, plans, cross)
-    return storing.put(key, inputs, states, cross=cross, continues=shared)
+    links = MAX_LINKS - bool(boundaries.found)
+    entry = storing.put(key, inputs, states, cross=cross, continues=shared, links=links)
+    for cut, (start, rows) in boundaries.found.items():
+        storing.put_boundary(inputs.first(cut), rows, entry, start)
+    return entry
 
 
 def _stored_beginning(storing: Storing, inputs: Inputs) -> tuple[Any, Shared] | None:

@@ -9,7 +9,7 @@ import torch
 
 from kvkeep import compat
 from kvkeep.errors import UnsupportedCacheError
-from kvkeep.guard import LIMITS, limit_for, objection_to, prove, row_errors, rows_of_layer
+from kvkeep.guard import LIMITS, StoredRow, limit_for, objection_to, prove, row_errors, rows_of_layer
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs
 from kvkeep.layouts import LayerPlan, LayerState, describe_cross, describe_prefilled, quantize, sliding_start
@@ -19,6 +19,14 @@ _QUANTIZED_LIMITS = {False: 1e-2, True: 0.5}
 """How far two honest rows may be apart that were quantized, relative to their size: in float32, and where rounding is
 coarser or it cannot be told which of them came one by one. Measured in float32: 2e-6 and less, and 1 and more for
 another token's."""
+
+_STEPS_LIMIT = 3e-3
+"""How far a state and the rows behind it may be apart that were computed at once and one by one, in float32.
+
+The two are other algorithms, and the difference runs through the layers behind. Measured on wide random weights up to
+1.5e-3 (Zamba; 1.2e-4 for Qwen3-Next, 1e-5 for others), and 1.2 and more for rows of other tokens, which is why there
+must be rows of all of them: a state alone forgets, 2e-5 and less are left of another first token after 700, and its own
+two ways of being computed agree to 5e-6."""
 
 
 def prefilled_states(
@@ -80,10 +88,12 @@ def objection_of(
             if (new.record.tensors, new.record.scalars) != (old.record.tensors, old.record.scalars):
                 return f"layer {number} holds other tensors than the model's own"
             pairs += _pairs(new.tensors, new.record.first, old)
-        return objection_to(model, pairs)
+        return _other_kind(pairs) or objection_to(
+            model, pairs, at_least=_STEPS_LIMIT if _has_state_and_rows(states) else 0.0
+        )
     row = [{role: rows[:, -1:] for role, rows in state.tensors.items()} for state in states]
     if not last:
-        return prove(model, _before(model, states, plans, 0), inputs, row)
+        return _unlike(model, _before(model, states, plans, 0), inputs, row)
     whole = next((number for number, state in enumerate(states) if state.record.first == 0), None)
     if whole is not None and all(
         state.record.first <= sliding_start(plan, last) for state, plan in zip(states, plans, strict=True)
@@ -95,7 +105,33 @@ def objection_of(
         cache = prefill(model, inputs, tokens=last, chunk=chunk)
         keys, values = cache.layers[whole].keys, cache.layers[whole].values
     pairs = _pairs({"keys": keys[0], "values": values[0]}, 0, states[whole])
-    return objection_to(model, pairs) or prove(model, cache, inputs, row)
+    return _other_kind(pairs) or objection_to(model, pairs) or _unlike(model, cache, inputs, row)
+
+
+def _other_kind(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
+    """Why rows (computed, held), each pair [rows, heads, dim], are not of one shape and number format."""
+    for new, old in pairs:
+        if (new.shape[1:], new.dtype) != (old.shape[1:], old.dtype):
+            shapes = [f"{list(one.shape[1:])} {one.dtype}" for one in (old, new)]
+            return f"a row is {shapes[0]}, where the model computes {shapes[1]}"
+    return None
+
+
+def _unlike(model: Any, cache: Any, inputs: Inputs, row: StoredRow) -> str | None:
+    """:func:`~kvkeep.guard.prove`, of a cache that may hold what no model goes on from."""
+    try:
+        return prove(model, cache, inputs, row)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:  # heads or widths that do not fit those that are computed
+        return f"the model does not go on from it ({error})"
+
+
+def _has_state_and_rows(states: Sequence[LayerState]) -> bool:
+    """Whether there is state of linear attention, and rows of every token beside it."""
+    records = [state.record for state in states]
+    linear = any(record.kind.startswith("linear") for record in records)
+    return linear and any(record.rows and record.first == 0 for record in records)
 
 
 def quantized_objection(model: Any, cache: Any, inputs: Inputs, *, chunk: int) -> str | None:

@@ -97,6 +97,9 @@ class GenerateReport:
         reason: why it is not more, as in :class:`Match`.
         load_seconds: time spent on lookup, reading and verifying, in seconds.
         key: key of the entry that was used, or ``None``.
+        stored: key of the entry that was stored of this call, or that it continued as it was; ``None`` if none was.
+        not_stored: why nothing was stored although ``save=`` asks for it, as in :class:`Match`; else ``None``. What is
+            stored is known when ``generate`` has ended: a bind's ``on_report`` is called before.
     """
 
     prompt_tokens: int
@@ -104,3 +107,57 @@ class GenerateReport:
     reason: str | None
     load_seconds: float
     key: str | None
+    stored: str | None = None
+    not_stored: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a prompt can reuse no more than it does. ``str()`` says it for people.
+
+    Attributes:
+        tokens: leading tokens that can be reused, as :attr:`Match.tokens`.
+        prompt_tokens: tokens of the prompt.
+        reason: why it is not more, as :attr:`Match.reason`.
+        entry: the nearest entry, or ``None``.
+        diverged_at: the first token at which the prompt and that entry differ; ``None`` if one begins like the other.
+        stored: what is stored around that token, which stands between « and ».
+        prompt: what the prompt has there, marked in the same way.
+        differs: what the entry was stored for and differs here: ``weights``, ``config``, ``dtypes``, ``adapters``,
+            ``tokenizer``, ``namespace``, ``media``.
+        cause: ``"code: detail"`` where the cause is a known one, which was tested. ``None`` where it is not known.
+        fix: what would let more be reused, where that is known.
+
+    >>> print(Explanation(tokens=0, prompt_tokens=7, reason="empty: nothing is stored", fix="kv.warm(prompt)"))
+    reusable    0 of 7 tokens
+    reason      empty: nothing is stored
+    fix         kv.warm(prompt)
+    """
+
+    tokens: int
+    prompt_tokens: int
+    reason: str | None
+    entry: Entry | None = None
+    diverged_at: int | None = None
+    stored: str | None = None
+    prompt: str | None = None
+    differs: tuple[str, ...] = ()
+    cause: str | None = None
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        lines = [("reusable", f"{self.tokens:,} of {self.prompt_tokens:,} tokens")]
+        if self.reason is not None:
+            lines.append(("reason", self.reason))
+        if self.entry is not None:
+            names = f" ({', '.join(self.entry.names)})" if self.entry.names else ""
+            lines.append(("nearest", f"{self.entry.key[:12]}{names}, {self.entry.tokens:,} tokens"))
+        if self.diverged_at is not None:
+            lines.append(("differs at", f"token {self.diverged_at:,}"))
+        if self.differs:
+            lines.append(("differs in", ", ".join(self.differs)))
+        for label, text in (("stored", self.stored), ("prompt", self.prompt)):
+            if text is not None:
+                lines.append((label, repr(text)[1:-1]))
+        lines += [(label, text) for label, text in (("cause", self.cause), ("fix", self.fix)) if text is not None]
+        return "\n".join(f"{label:<12}{text}" for label, text in lines)

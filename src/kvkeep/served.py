@@ -12,6 +12,7 @@ from kvkeep.guard import StoredRow
 from kvkeep.inputs import Inputs
 from kvkeep.lines import Line
 from kvkeep.records import GenerateReport, Match
+from kvkeep.settings import SaveMode
 from kvkeep.storage.verified import FileIdentity
 
 
@@ -51,11 +52,44 @@ class Served:
         return [part for part in self.parts or (self,) if part.row is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What was stored of a call.
+
+    Attributes:
+        key: the entry's key, or ``None``.
+        reason: why nothing was stored that was to be.
+    """
+
+    key: str | None = None
+    reason: str | None = None
+
+
+class Pending(Protocol):
+    """What is to be stored of a call when it has ended."""
+
+    def end(self, cache: Any, sequences: Any, reused: int) -> Kept:
+        """Store it, now that ``generate`` has returned these sequences with this cache."""
+
+
+class Keeper(Protocol):
+    """Who stores what calls have computed: ``autosave``."""
+
+    def wants(self, mode: SaveMode | None) -> bool:
+        """Whether anything is to be stored of calls in this mode; the bind's own where it is ``None``."""
+
+    def begin(self, inputs: Inputs, mode: SaveMode | None, way: str) -> Pending | Kept | None:
+        """Before a call of one sequence is served: what is to be stored when it has ended, or what was stored now."""
+
+
 class Source(Protocol):
     """Where the KV of a prompt comes from: ``serving``."""
 
     guard: bool
     """Whether calls are guarded that do not say so themselves."""
+
+    keeper: Keeper | None
+    """Who stores what calls have computed."""
 
     def lookup(self, inputs: Inputs) -> Match:
         """How many leading tokens of a prompt could be served, at most all but the last."""
@@ -99,6 +133,9 @@ class Source(Protocol):
 
     def reported(self, report: GenerateReport) -> None:
         """Take note of what one call reused."""
+
+    def amended(self, report: GenerateReport) -> None:
+        """Take note of what was stored of a call that was reported before."""
 
 
 def miss(reason: str | None) -> Match:

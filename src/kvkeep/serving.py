@@ -27,7 +27,7 @@ from kvkeep.matching import can_trim
 from kvkeep.prefill import feed, feed_slots
 from kvkeep.ranks import ranks_of
 from kvkeep.records import GenerateReport, Identity, Match
-from kvkeep.served import Served, miss
+from kvkeep.served import Keeper, Served, miss
 from kvkeep.storage.entries import EntryFile
 from kvkeep.storage.entry_chain import EntryChain
 from kvkeep.storage.index import Row
@@ -55,14 +55,24 @@ class Serving:
 
     Attributes:
         guard: whether calls that do not say so themselves are guarded.
+        keeper: who stores what calls have computed.
         reported: called with the report of every call.
+        amended: called with it once more when something was stored of the call.
     """
 
     def __init__(
-        self, store: CacheStore, live: LiveIdentity, *, guard: bool, reported: Callable[[GenerateReport], None]
+        self,
+        store: CacheStore,
+        live: LiveIdentity,
+        *,
+        guard: bool,
+        reported: Callable[[GenerateReport], None],
+        amended: Callable[[GenerateReport], None],
     ) -> None:
         self.guard = guard
+        self.keeper: Keeper | None = None
         self.reported = reported
+        self.amended = amended
         self._store = store
         self._live = live
         self._told: set[Any] = set()

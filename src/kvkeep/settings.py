@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import platformdirs
 
@@ -17,12 +17,19 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 OnError = Literal["miss", "raise"]
 Verify = Literal["first", "always", "never"]
 Durability = Literal["full", "batch", "none"]
+SaveMode = Literal["never", "seen_twice", "prompt", "turn"]
 
 
 def default_store_path() -> Path:
     """``$KVKEEP_STORE`` if it is set, else a folder in the user's cache directory."""
     named = os.environ.get("KVKEEP_STORE")
     return Path(named) if named else Path(platformdirs.user_cache_dir("kvkeep")) / "store"
+
+
+def check_save(mode: object) -> None:
+    """Raise InvalidRequestError for what is no :data:`SaveMode`."""
+    if mode not in get_args(SaveMode):
+        raise InvalidRequestError(f"save must be 'never', 'seen_twice', 'prompt' or 'turn', not {mode!r}")
 
 
 def parse_size(value: int | str, name: str) -> int:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvkeep.errors import (
     EntryInUseError,
     EntryNotFoundError,
     EntryUnknownError,
+    EntryUntrustedError,
     InvalidRequestError,
     StoreNotFoundError,
     StoreReadOnlyError,
@@ -34,10 +35,12 @@ from kvkeep.keys import TokenIds, namespace_digest
 from kvkeep.matching import best_of
 from kvkeep.prefixes import Prefix, before_tokens, shared_with_media
 from kvkeep.records import Entry, GenerateReport, Identity, Match
-from kvkeep.settings import Durability, OnError, Verify, default_store_path, parse_size
+from kvkeep.settings import Durability, OnError, SaveMode, Verify, check_save, default_store_path, parse_size
+from kvkeep.signing import KeySource, keyring
 from kvkeep.storage import skeleton
 from kvkeep.storage.batch import Batch
 from kvkeep.storage.budget import Limits
+from kvkeep.storage.chats import Chats
 from kvkeep.storage.entries import Draft, EntryFile, EntryFiles
 from kvkeep.storage.entry_chain import MAX_LINKS, PARENT_DIGESTS, EntryChain, Place, open_entry
 from kvkeep.storage.fileio import changing
@@ -53,6 +56,9 @@ if TYPE_CHECKING:
     from kvkeep.bound import BoundStore
 
 log = logging.getLogger("kvkeep")
+
+_NEARBY = 256
+"""How many entries are looked at to explain a miss."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -90,6 +96,14 @@ class CacheStore:
         eviction: who goes first: ``"lru"`` the one unused the longest, ``"cost"`` the one whose bytes save the least
             work, or an :class:`~kvkeep.eviction.EvictionPolicy` of your own.
 
+        key: sign what is stored, and serve only what is signed with this key or one of ``keys``: 32 to 64 secret
+            bytes, or the path of a file of keys, one a line in hex digits, of which the first signs. ``None`` means
+            the file that ``$KVKEEP_KEY_FILE`` names, if it is set; without a key, signatures are not looked at.
+        keys: further keys whose entries are served, such as the one that ``key`` replaces.
+        save: what is stored of every ``generate``; see :meth:`BoundStore.generate <kvkeep.BoundStore.generate>`.
+            ``"never"`` by default: one-off prompts must not fill a disk.
+        min_tokens: what is shorter is not stored by ``save``.
+
     Raises:
         StoreNotFoundError: if the directory is absent and ``readonly`` is set.
         StoreFormatError: if the directory is something else, or a store of a newer format.
@@ -116,6 +130,10 @@ class CacheStore:
         quota: int | str | None = None,
         eviction: PolicyName | EvictionPolicy = "lru",
         durability: Durability = "full",
+        save: SaveMode = "never",
+        min_tokens: int = 64,
+        key: KeySource | None = None,
+        keys: Iterable[KeySource] = (),
     ) -> None:
         if verify not in ("first", "always", "never"):
             raise InvalidRequestError(f"verify must be 'first', 'always' or 'never', not {verify!r}")
@@ -123,6 +141,10 @@ class CacheStore:
             raise InvalidRequestError(f"on_error must be 'miss' or 'raise', not {on_error!r}")
         if durability not in ("full", "batch", "none"):
             raise InvalidRequestError(f"durability must be 'full', 'batch' or 'none', not {durability!r}")
+        self._keys = keyring(key, keys)
+        if self._keys is not None and verify == "never":
+            raise InvalidRequestError("a key needs verify='first' or 'always', for a signature goes over digests")
+        check_save(save)
         policy, floor = policy_of(eviction), parse_size(min_free, "min_free")
         budget = None if max_bytes is None else parse_size(max_bytes, "max_bytes")
         share = None if quota is None else parse_size(quota, "quota")
@@ -133,15 +155,18 @@ class CacheStore:
         self.on_error = on_error
         self.strict_identity = strict_identity
         self.lock_timeout = lock_timeout
+        self.save: SaveMode = save
+        self.min_tokens = min_tokens
         with skeleton.opening(self.path):
             if not readonly:
                 skeleton.init(self.path, shared=shared)
             found = skeleton.check(self.path, readonly=readonly)
             self._directory = Directory(self.path, readonly=readonly, shared=found.shared, sync=durability == "full")
-        self._files = EntryFiles(self._directory, verify=verify)
+        self._files = EntryFiles(self._directory, verify=verify, keys=self._keys)
         self.journal = Journal(self._directory)
         self._trouble = Trouble(f"the store {self.path}")
         self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged, on_trouble=self.failed)
+        self.chats = Chats(self._directory, namespace)
         self._locks = KeyLocks(self._directory)
         self._refs = Refs(self._directory)
         self._capacity = Capacity(
@@ -173,6 +198,7 @@ class CacheStore:
         model_id: str | None = None,
         salt: str | None = None,
         guard: bool = True,
+        save: SaveMode | None = None,
         on_report: Callable[[GenerateReport], None] | None = None,
     ) -> BoundStore:
         """Fingerprint the live model and tokenizer, and return the store as it is for exactly these.
@@ -183,11 +209,16 @@ class CacheStore:
             model_id: your own word for the weights, instead of hashing them.
             salt: anything that decides KV and that hashing cannot see.
             guard: compute one token of every hit again and compare it, so that what hashing cannot see is seen.
+            save: what is stored of every ``generate``; the store's setting by default.
             on_report: called with the report of every ``generate``.
         """
         from kvkeep.bound import BoundStore  # imports torch and transformers
 
-        return BoundStore(self, model, tokenizer, model_id=model_id, salt=salt, guard=guard, on_report=on_report)
+        if save is not None:
+            check_save(save)
+        return BoundStore(
+            self, model, tokenizer, model_id=model_id, salt=salt, guard=guard, save=save, on_report=on_report
+        )
 
     # --- what is stored ---
 
@@ -239,7 +270,14 @@ class CacheStore:
         """The entry with exactly this key, if its file is there and its header is sound, and all that it continues is.
 
         One that continues what is gone serves nobody any more, and is removed.
+
+        Raises:
+            StoreError: it cannot be read now.
         """
+        with skeleton.opening(self.path):
+            return self._get(key)
+
+    def _get(self, key: str) -> Entry | None:
         found = self._row_of(key)
         if found is None:
             return None
@@ -411,6 +449,23 @@ class CacheStore:
         entry = None if row is None else _entry(row, ())
         return Match(tokens=tokens, entry=entry, reason=reason, exact=entry is None or entry.exact)
 
+    def nearby(self, identity: Identity, starts: Sequence[Prefix]) -> tuple[list[Entry], list[Entry]]:
+        """The entries that may share the most tokens with a prompt: some that may serve it, and others that do not.
+
+        Args:
+            identity: what the first were computed with; the others with something else, or in another namespace.
+            starts: the prompt, and other beginnings that it could have had.
+        """
+        own: dict[str, Row] = {}
+        others: dict[str, Row] = {}
+        for prefix in starts:
+            rows, strangers = self._catalog.nearby(identity, self.namespace_digest, prefix, _NEARBY)
+            own.update((row.key, row) for row in rows)
+            others.update((row.key, row) for row in strangers)
+        names = self._names()
+        found, foreign = ([_entry(row, names.get(row.key, ())) for row in rows.values()] for rows in (own, others))
+        return found, foreign
+
     def recorded_by_stranger(self, identity: Identity, prefix: Prefix) -> Mapping[str, Any]:
         """What the nearest entry that was computed with something else says of how; empty if there is none."""
         row = self._catalog.stranger(identity, self.namespace_digest, prefix)
@@ -448,8 +503,7 @@ class CacheStore:
             except FileNotFoundError:
                 self._catalog.forget(place.key)
             except EntryDamagedError as error:
-                code = "unknown" if isinstance(error, EntryUnknownError) else "damaged"
-                trouble = f"{code}: {error.reason}"
+                trouble = f"{_code(error)}: {error.reason}"
                 self._catalog.damaged(place.key, error, place.file)
             except OSError as error:
                 return Match(tokens=0, entry=None, reason=self.failed(error))
@@ -511,13 +565,16 @@ class CacheStore:
             names = self._names().get(row.key, ())
         return _entry(row, names)
 
-    def ground(self, key: str, tokens: int) -> Ground:
-        """What a new entry is to continue whose first ``tokens`` tokens the entry with this key holds, to the bit."""
+    def ground(self, key: str, tokens: int, *, links: int = MAX_LINKS) -> Ground:
+        """What a new entry is to continue whose first ``tokens`` tokens the entry with this key holds, to the bit.
+
+        The chain gets at most so many links.
+        """
         lineage = self._catalog.lineage(key)
-        usable, row, _ = best_of(lineage, tokens, tokens) if lineage else (0, None, None)
+        usable, row, _ = best_of(lineage, tokens, tokens, rows_alone=True) if lineage else (0, None, None)
         if row is None or usable < MIN_SHARED:
             return WHOLE
-        found = ground_on(lineage[lineage.index(row) :], usable)
+        found = ground_on(lineage[lineage.index(row) :], usable, links=links)
         try:
             return found if found.parent is None else replace(found, digests=self.header(found.parent).meta.digests)
         except (EntryError, OSError):
@@ -560,6 +617,13 @@ def _check_echo(
         raise EntryDamagedError("the file holds other media than the index says")
     if file.read_ids().int32[: 4 * tokens] != prefix.ids.int32[: 4 * tokens]:
         raise EntryDamagedError("the stored token ids are not those that its key stands for")
+
+
+def _code(error: EntryDamagedError) -> str:
+    """The word that the reason of a miss begins with."""
+    if isinstance(error, EntryUntrustedError):
+        return "untrusted"
+    return "unknown" if isinstance(error, EntryUnknownError) else "damaged"
 
 
 def _entry(row: Row, names: tuple[str, ...]) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from kvkeep.prefill import CHUNK
 from kvkeep.records import Entry
 from kvkeep.served import Source
 from kvkeep.storage.entries import Draft
+from kvkeep.storage.entry_chain import MAX_LINKS
 
 if TYPE_CHECKING:
     from kvkeep.store import CacheStore
@@ -67,6 +69,7 @@ class Storing:
         *,
         cross: Sequence[LayerState] = (),
         continues: Shared | None = None,
+        links: int = MAX_LINKS,
     ) -> Entry:
         """Store what was computed, if the model is still the one that the key names.
 
@@ -76,15 +79,30 @@ class Storing:
             states: the layers, from token 0 on.
             cross: what they hold of an encoder.
             continues: what of it is stored already, to the bit.
+            links: how many entries its chain may have.
         """
         self.check_unchanged(key)
-        ground = WHOLE if continues is None else self.store.ground(continues.key, continues.tokens)
+        if not any(state.record.roles("rows") for state in states):
+            continues = None  # state alone is whole in each entry
+        ground = WHOLE if continues is None else self.store.ground(continues.key, continues.tokens, links=links)
         try:
             entry = self.store.put(self._draft(key, inputs, states, cross, ground))
         except EntryNotFoundError:  # what it was to continue was removed meanwhile
             return self.store.put(self._draft(key, inputs, states, cross, WHOLE))
         self.store.supersede(entry, ground.replaced)
         return entry
+
+    def put_boundary(self, inputs: Inputs, states: Sequence[LayerState], behind: Entry, start: int) -> None:
+        """Store the state at a boundary within an entry, which has the rows before ``start``; or nothing.
+
+        The states hold rows from ``start`` on.
+        """
+        key = self.key(inputs)
+        self.check_unchanged(key)
+        ground = self.store.ground(behind.key, start)
+        if (ground.start, ground.parent is None) == (start, start == 0):  # else rows would be needed that are not here
+            with suppress(EntryNotFoundError):  # it was removed meanwhile
+                self.store.put(self._draft(key, inputs, states, (), ground))
 
     def _draft(
         self,

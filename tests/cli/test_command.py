@@ -22,7 +22,19 @@ def test_help_names_every_command_and_the_exit_codes():
     named = [
         line.split()[0] for line in result.stdout.partition("Commands:\n")[2].splitlines() if line.startswith("  ")
     ]
-    assert named[: len(COMMANDS)] == ["demo", "init", "warm", "ls", "inspect", "verify", "gc", "rm", "stats", "bench"]
+    assert named[: len(COMMANDS)] == [
+        "demo",
+        "init",
+        "warm",
+        "ls",
+        "inspect",
+        "verify",
+        "gc",
+        "rm",
+        "stats",
+        "explain",
+        "bench",
+    ]
     assert "  130  ended with Ctrl-C\n" in result.stdout
 
 

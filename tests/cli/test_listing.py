@@ -105,6 +105,9 @@ def test_inspect_as_json(store, both, kvkeep):
             "first": [3, 10, 17, 24, 31, 38, 45, 52],
             "last": [247, 254, 261, 268, 275, 282, 289, 296],
         },
+        "chain": [{"key": two.key, "start": 0, "end": 300, "bytes": two.nbytes}],
+        "gone": None,
+        "continued_by": [],
     }
 
 

@@ -1,6 +1,8 @@
 import json
 import shutil
 
+import pytest
+
 from kvkeep import CacheStore
 
 
@@ -88,3 +90,14 @@ def test_an_entry_whose_file_is_gone_is_no_entry_any_more(store, both, kvkeep):
     result = kvkeep("verify")
     assert (result.exit_code, result.stdout) == (0, f"ok       {two.key[:12]} (two)\n")
     assert kvkeep("verify", "one").exit_code == 5
+
+
+@pytest.mark.requirement("R34")
+def test_with_a_key_file_only_signed_entries_pass(store, kvkeep, tmp_path, tiny_llama):
+    (tmp_path / "keys").write_text("ab" * 32)
+    CacheStore(store.path, key=tmp_path / "keys").bind(tiny_llama).warm([9, 8, 7, 6], name="signed")
+    assert kvkeep("verify", "signed", "--key-file", str(tmp_path / "keys")).exit_code == 0
+    told = kvkeep("verify", "--key-file", str(tmp_path / "keys"))
+    assert told.exit_code == 5
+    assert told.stdout.count("it is not signed") == 2
+    assert kvkeep("verify").exit_code == 0, "nothing was set aside"

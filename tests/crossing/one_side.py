@@ -180,6 +180,15 @@ KEEP_STATE = frozenset(
 )
 """Models with state that is valid behind one token alone: it is stored before the last one."""
 _TEXT_CONFIG = {"Gemma3"}
+SEEING: dict[str, dict[str, Any]] = {
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "llava": {},
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
+}
+"""Models that see pictures, and what each is built with."""
+PICTURE, OTHER_PICTURE, BEFORE_PICTURE = 1, 2, 10
 PAIRED = {"bart": 12, "t5": 12, "whisper": 50}
 """Models with an encoder, and the positions of its output for what it is fed here."""
 _OPTIONS = {
@@ -201,6 +210,7 @@ def configured(name: str, **more: Any) -> Any:
 
 def build(folder: Path) -> None:
     """Save every model with a configuration that both versions obey: each names the rotary settings otherwise."""
+    from tiny_media import build_seeing
     from tiny_models import build_toy_tokenizer
 
     build_toy_tokenizer().save_pretrained(folder / "tokenizer")
@@ -215,6 +225,15 @@ def build(folder: Path) -> None:
         path = folder / name / "config.json"
         config = json.loads(path.read_text())
         path.write_text(json.dumps(config | _as_the_newer_says(config)))
+    for name, options in SEEING.items():
+        build_seeing(name, **options).save_pretrained(folder / name)
+        path = folder / name / "config.json"
+        config = json.loads(path.read_text())
+        text = config["text_config"]
+        text |= _as_the_newer_says(text)
+        if text.get("rope_scaling"):  # which the newer reads, too, and the base in it before the other
+            text["rope_scaling"]["rope_theta"] = text["rope_theta"]
+        path.write_text(json.dumps(config))
 
 
 def _as_the_newer_says(config: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +254,7 @@ def _as_the_newer_says(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(folder: Path, name: str) -> Any:
-    own = MODELS[name][1]
+    own = SEEING[name] if name in SEEING else MODELS[name][1]
     attention = {key: own[key] for key in ("attn_implementation",) if key in own}
     model = auto(name).from_pretrained(folder / name, dtype=torch.float32, **attention).eval()
     model.generation_config.decoder_start_token_id = START
@@ -246,6 +265,8 @@ def auto(name: str) -> Any:
     """The class that builds one of the models."""
     if name == "whisper":
         return transformers.AutoModelForSpeechSeq2Seq
+    if name in SEEING:
+        return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForSeq2SeqLM if name in PAIRED else transformers.AutoModelForCausalLM
 
 
@@ -304,6 +325,44 @@ def read(folder: Path, name: str, model: Any, written_by: str) -> dict[str, Any]
     }
 
 
+def seen_prompt(name: str, *, picture: int = PICTURE) -> dict[str, torch.Tensor]:
+    """Words, a picture, and words again, as this version's processor returns them."""
+    from tiny_media import seen
+
+    return seen(name, [picture], lead=BEFORE_PICTURE)
+
+
+def write_seen(folder: Path, name: str, model: Any) -> dict[str, Any]:
+    from tiny_media import cut
+
+    kv = bound(folder, name, model, transformers.__version__)
+    prompt = seen_prompt(name)
+    entry = kv.warm(cut(prompt, prompt["input_ids"].shape[1] - 4))
+    return {"identity": asdict(kv.identity()), "tokens": entry.end}
+
+
+def read_seen(folder: Path, name: str, model: Any, written_by: str) -> dict[str, Any]:
+    kv = bound(folder, name, model, written_by)
+    prompt = seen_prompt(name)
+    plain = model.generate(**prompt, **_OPTIONS).logits[0]
+    match = kv.lookup(prompt)
+    other = kv.lookup(seen_prompt(name, picture=OTHER_PICTURE))
+    with kv.attached():
+        ours = model.generate(**prompt, **_OPTIONS).logits[0]
+    report = kv.last_report
+    return {
+        "identity": asdict(kv.identity()),
+        "tokens": match.tokens,
+        "reason": match.reason,
+        "other picture": [other.tokens, other.reason],
+        "reused": report.reused_tokens,
+        "report": report.reason,
+        "off": ((ours - plain).abs().max() / plain.abs().max()).item(),
+        "guard": kv.guard,
+        "set aside": sorted(path.name for path in kv.store.path.glob("quarantine/*")),
+    }
+
+
 def main(folder: Path, *steps: str) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -319,6 +378,12 @@ def main(folder: Path, *steps: str) -> None:
             seen["written"][name] = write(folder, name, model)
         if written_by is not None:
             seen["read"][name] = read(folder, name, model, written_by)
+    for name in SEEING:
+        model = load(folder, name)
+        if "write" in steps:
+            seen["written"][name] = write_seen(folder, name, model)
+        if written_by is not None:
+            seen["read"][name] = read_seen(folder, name, model, written_by)
     print(json.dumps(seen))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_side import KEEP_STATE, MODELS, PROMPT, STORED
+from one_side import BEFORE_PICTURE, KEEP_STATE, MODELS, PROMPT, SEEING, STORED
 
 ROOT = Path(__file__).parents[2]
 OFF = 1e-3
@@ -73,8 +73,8 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         DIRECTIONS[0]: (first["written"], second["read"]),
         DIRECTIONS[1]: (second["written"], third["read"]),
-        "figures": f"{len(CROSSING)} models cross between {versions}, {len(NOT_CROSSING)} do not, as they must: "
-        f"{time.perf_counter() - began:.0f} s",
+        "figures": f"{len(CROSSING) + len(SEEING)} models, {len(SEEING)} of them with a picture, cross between "
+        f"{versions}, {len(NOT_CROSSING)} do not, as they must: {time.perf_counter() - began:.0f} s",
     }
 
 
@@ -91,6 +91,24 @@ def test_an_entry_of_the_other_version_is_a_hit(crossed: dict[str, Any], name: s
     assert (read["reused"], read["report"]) == (STORED - 1, None)
     assert read["off"] <= OFF
     assert (read["entries"], read["set aside"]) == (1, [])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", sorted(SEEING))
+def test_an_entry_with_a_picture_is_a_hit_in_the_other_version(
+    crossed: dict[str, Any], name: str, direction: str
+) -> None:
+    """The newer is given ``mm_token_type_ids`` where the older goes by the placeholders alone."""
+    written, read = (side[name] for side in crossed[direction])
+    assert read["identity"] == written["identity"]
+    assert (read["tokens"], read["reason"]) == (written["tokens"], None)
+    assert read["guard"] is True
+    assert (read["reused"], read["report"]) == (written["tokens"] - 1, None)
+    assert read["off"] <= OFF
+    assert read["set aside"] == []
+    tokens, reason = read["other picture"]
+    assert tokens <= BEFORE_PICTURE + 1
+    assert reason.startswith(("media: ", "prefix: "))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -11,13 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvkeep.keys import BLOCK, TokenIds, digest_fields, model_digest, namespace_digest, prefix_chain, prefix_hash
+from kvkeep import matching
+from kvkeep.keys import (
+    BLOCK,
+    DIGEST_SIZE,
+    TokenIds,
+    digest_fields,
+    model_digest,
+    namespace_digest,
+    prefix_chain,
+    prefix_hash,
+)
 from kvkeep.matching import PrefixIndex, best_of, usable
 from kvkeep.prefixes import Prefix
 from kvkeep.records import Identity
+from kvkeep.storage.entry_chain import MAX_LINKS
 from kvkeep.storage.rows import Row
 
 NAMESPACE = namespace_digest("")
+
+
+@pytest.fixture(autouse=True)
+def _all_of_a_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups give every row, also those that go on with the same block."""
+    if "alike" not in request.node.name:
+        monkeypatch.setattr(matching, "ALIKE", 1_000_000)
 
 
 def make_identity(weights: str = "a", tokenizer: str = "t") -> Identity:
@@ -268,10 +286,10 @@ class Model(RuleBasedStateMachine):
     def is_found(self, row: Row, seen: frozenset[str] = frozenset()) -> bool:
         if row.parent is None:
             return True
-        if row.key in seen or row.parent not in self.stored:
+        if row.key in seen or row.parent not in self.stored or len(seen) == MAX_LINKS - 1:
             return False
         parent = self.stored[row.parent][0]
-        return parent.end >= row.start and self.is_found(parent, seen | {row.key})
+        return parent.start < row.start <= parent.end and self.is_found(parent, seen | {row.key})
 
     @rule(prompt=SEQUENCES, identity=st.sampled_from([A, B]))
     def look_up(self, prompt: list[int], identity: Identity) -> None:
@@ -338,7 +356,7 @@ def lineages(draw: st.DrawFn) -> list[Row]:
     windows = draw(st.lists(st.sampled_from([2, 3, 7, 50]), max_size=2, unique=True))
     full = draw(st.booleans()) or not windows
     for number in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(1, links[-1].end)) if links else 0
+        start = draw(st.integers(links[-1].start + 1, links[-1].end)) if links else 0
         end = start + draw(st.integers(1, 30))
         trims = [(start, 0)] if full else []
         trims += [(draw(st.integers(start, end - 1)), window) for window in windows]
@@ -371,14 +389,28 @@ def test_what_can_be_used_of_a_chain_agrees_with_counting_rows(lineage: list[Row
             for position in range(max(0, tokens - (window - 1)) if window else 0, tokens)
         )
 
+    # Behind what another continues of it, an entry may go on otherwise.
+    alike = [common, *(min(common, row.start) for row in lineage[:-1])]
     counts = [
-        max((t for t in range(1, min(common, limit, links[0].end) + 1) if possible(links, t)), default=0)
-        for links in (lineage[at:] for at in range(len(lineage)))
+        max((t for t in range(1, min(shared, limit, links[0].end) + 1) if possible(links, t)), default=0)
+        for links, shared in ((lineage[at:], alike[at]) for at in range(len(lineage)))
     ]
     tokens, row, reason = best_of(lineage, common, limit)
     assert tokens == max(counts)
     assert not tokens or tokens <= row.end
     assert (reason is not None) == (tokens == 0 and min(common, limit) > 0)
+
+
+def test_of_many_that_go_on_alike_a_few_stand_for_all():
+    """A prompt that shares a part of one more block with one of them shares it with all of these."""
+    index = PrefixIndex()
+    crowds = [[*([number] * BLOCK), *tail] for number in range(3) for tail in ([n] * BLOCK for n in range(40))]
+    lone = [9] * (BLOCK - 1)
+    index.sync(make_row(ids) for ids in [*crowds, lone])
+    ((tokens, rows),) = look_up(index, [1] * 100 + [7] * 400, near=64)
+    assert tokens == 0
+    assert len(rows) == 3 * matching.ALIKE + 1
+    assert {row.chain[:DIGEST_SIZE] for row in rows} == {row.chain[:DIGEST_SIZE] for row in index.rows()}
 
 
 def test_a_lookup_among_ten_thousand_long_entries_is_quick():

@@ -266,6 +266,7 @@ def test_one_pixel_and_its_type_are_in_the_key(name: str, kv: BoundStore) -> Non
         changed.append({**prompt, "image_grid_thw": torch.tensor([[1, 6, 4]])})
     types = [one for one in prompt if "token_type" in one]
     changed += [{one: value for one, value in prompt.items() if one != absent} for absent in types]
+    changed += [{**prompt, odd: prompt[odd] * 2} for odd in types]
     for other in changed:
         match = kv.lookup(other)
         assert match.tokens == LEAD + 1

@@ -10,7 +10,7 @@ import torch
 from tiny_models import VOCABULARY
 from tiny_states import build_stateful
 
-from kvkeep import CacheStore, saving
+from kvkeep import CacheStore, storing
 from kvkeep.inputs import Inputs
 from kvkeep.keys import TokenIds
 from kvkeep.manner import manner_of
@@ -43,7 +43,7 @@ def off(mine: Any, right: Any) -> float:
 
 def test_a_long_prefix_is_prefilled_in_one_pass(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert manner_of(model).singly
-    monkeypatch.setattr(saving, "CHUNK", 16)
+    monkeypatch.setattr(storing, "CHUNK", 16)
     kv, plain = CacheStore(tmp_path / "store").bind(model), model.generate(ids(), **OPTIONS)
     passes: list[int] = []
     kv.warm(ids()[:, :PREFIX], progress=lambda done, total: passes.append(done))

@@ -257,6 +257,10 @@ class SummingLayer(compat.DYNAMIC_LAYER):  # type: ignore[misc, valid-type]
         super().__init__()
         self.total: torch.Tensor | None = None
 
+    def reset(self) -> None:
+        super().reset()
+        self.total = None
+
     def add(self, keys: torch.Tensor) -> torch.Tensor:
         for position in range(keys.shape[2]):
             row = keys[:, :, position]
@@ -400,10 +404,17 @@ class TransposedCodec(SummingCodec):
     ],
 )
 def test_a_codec_with_a_fault_is_found(codec: type[SummingCodec], tests: set[str]) -> None:
-    class Faulty(TestSumming):
-        pass
+    assert tests <= failing(codec(), SummingLayer)
 
-    Faulty.codec = codec()
+
+def failing(codec: SummingCodec, layer: type[SummingLayer]) -> set[str]:
+    """The tests of the contract that fail for a codec with layers of this class."""
+
+    class Faulty(TestSumming):
+        def make_layer(self) -> Any:
+            return layer()
+
+    Faulty.codec = codec
     failed = set()
     for name in vars(LayerCodecContract):
         if name.startswith("test_"):
@@ -411,7 +422,38 @@ def test_a_codec_with_a_fault_is_found(codec: type[SummingCodec], tests: set[str
                 getattr(Faulty(), name)()
             except AssertionError:
                 failed.add(name.removeprefix("test_"))
-    assert tests <= failed
+    return failed
+
+
+class LeakingLayer(SummingLayer):
+    def reset(self) -> None:
+        compat.DYNAMIC_LAYER.reset(self)
+
+
+class RelyingCodec(SummingCodec):
+    """Adds to what it finds, which is nothing in a fresh layer, and in one whose ``reset`` is right."""
+
+    def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
+        found = layer.total
+        super().finish(layer, filled, record, tokens)
+        layer.total = layer.total if found is None else layer.total + found
+
+
+@pytest.mark.parametrize(
+    ("codec", "layer", "tests"),
+    [
+        (RelyingCodec(), SummingLayer, set()),
+        (SummingCodec(), LeakingLayer, {"an_emptied_layer_goes_on_as_a_fresh_one"}),
+        (
+            RelyingCodec(),
+            LeakingLayer,
+            {"a_used_layer_is_filled_as_a_fresh_one", "an_emptied_layer_goes_on_as_a_fresh_one"},
+        ),
+    ],
+)
+def test_what_reset_leaves_behind_is_found(codec: SummingCodec, layer: type[SummingLayer], tests: set[str]) -> None:
+    """A cache of one's own that is loaded into keeps nothing of what was in it."""
+    assert failing(codec, layer) == tests
 
 
 class FlippingCodec(DynamicCodec):

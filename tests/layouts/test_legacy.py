@@ -245,3 +245,28 @@ def test_odd_calls_are_refused_by_type(tmp_path: Path) -> None:
     with pytest.raises(CacheMismatchError, match="layer 2 of the cache cannot be saved: it holds rows from token 1"):
         kv.save((pair(), pair(), pair(TOKENS - 1)), ids)
     assert kv.store.entries() == []
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        lambda keys, values: (keys, values[..., :4]),
+        lambda keys, values: (keys[:, :1], values[:, :1]),
+        lambda keys, values: (keys.half(), values.half()),
+        lambda keys, values: (keys.double(), values.double()),
+        lambda keys, values: (keys.int(), values),
+    ],
+    ids=["narrow values", "a head less", "half", "double", "integers"],
+)
+def test_rows_of_another_shape_or_format_are_refused(
+    tmp_path: Path, number: int, spoiled: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> None:
+    model, ids = build_tiny("llama"), random_ids(TOKENS)
+    kv: BoundStore = CacheStore(tmp_path / "store").bind(model)
+    pairs = [(layer.keys, layer.values) for layer in prefilled(model, ids).layers]
+    pairs[number] = spoiled(*pairs[number])
+    reason = "a row is|the model does not go on from it|a row computed again differs"
+    with pytest.raises(CacheMismatchError, match=f"what this model computes for these inputs: ({reason})"):
+        kv.save(pairs, ids)
+    assert kv.store.entries() == []

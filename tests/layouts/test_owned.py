@@ -121,6 +121,24 @@ def test_a_cache_that_generate_left_can_be_saved(jamba: Any, jamba_kv: BoundStor
     assert difference(HeldState.of(loaded), HeldState.of(out.past_key_values)) is None
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("qwen3_next", 150), ("zamba", 60)])
+def test_a_state_that_came_by_single_steps_is_saved_and_that_of_other_ids_is_not(
+    name: str, tokens: int, tmp_path: Path
+) -> None:
+    """It differs from one that is computed at once by more than rows without a state do."""
+    model = build_stateful(name)
+    kv = CacheStore(tmp_path / "store").bind(model)
+    ids = random_ids(tokens)
+    cache = compat.owned_cache(model) or compat.dynamic_cache(model.config)
+    one_by_one(model, cache, ids, 0)
+    for place in (0, tokens // 2, tokens - 1):
+        other = ids.clone()
+        other[0, place] = 3 + (int(ids[0, place]) - 2) % (VOCABULARY - 3)
+        with pytest.raises(CacheMismatchError, match=r"differs from the stored one by [1-9]\.\de[+-]0[01] of its size"):
+            kv.save(cache, other)
+    assert kv.save(cache, ids).end == tokens
+
+
 def test_an_emptied_cache_is_as_a_new_one(model: Any) -> None:
     cache = prefilled(model, random_ids(PREFIX))
     assert compat.is_used(cache)

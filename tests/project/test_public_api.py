@@ -12,7 +12,13 @@ import pytest
 
 import kvkeep
 
-MODULES_WITH_EXAMPLES = {"kvkeep": 5, "kvkeep.keys": 3, "kvkeep.store": 2, "kvkeep.fingerprint.model": 4}
+MODULES_WITH_EXAMPLES = {
+    "kvkeep": 5,
+    "kvkeep.keys": 3,
+    "kvkeep.records": 1,
+    "kvkeep.store": 2,
+    "kvkeep.fingerprint.model": 4,
+}
 
 
 def public(cls: type) -> list[str]:
@@ -24,6 +30,7 @@ def test_the_names() -> None:
         "BoundStore",
         "CacheStore",
         "Entry",
+        "Explanation",
         "GenerateReport",
         "Identity",
         "KvkeepError",
@@ -31,10 +38,10 @@ def test_the_names() -> None:
         "__version__",
     ]
     assert all(getattr(kvkeep, name) is not None for name in kvkeep.__all__)
-    bound = "attach attached detach generate identity load lookup prepare refresh save"
+    bound = "attach attached chat detach explain generate identity load lookup prepare refresh save"
     store = "bind check_writable descendants entries entry failed find flush gc get ground header locked"
-    store += " name put read_ids recorded_by_stranger refute remove serve supersede verify"
-    assert public(kvkeep.BoundStore) == [*bound.split(), "to_legacy", "warm"]
+    store += " name nearby put read_ids recorded_by_stranger refute remove serve supersede verify"
+    assert public(kvkeep.BoundStore) == [*bound.split(), "to_legacy", "warm", "warm_shared"]
     assert public(kvkeep.CacheStore) == store.split()
     with pytest.raises(AttributeError, match="nothing_of_ours"):
         kvkeep.nothing_of_ours  # noqa: B018

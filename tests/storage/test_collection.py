@@ -86,9 +86,9 @@ def test_an_entry_goes_with_the_last_of_its_names(store: CacheStore, later):
     store.name(entries[1], "other", ttl=1000)
     store.name(entries[2], "always", ttl=10)
     store.name(entries[2], "always", ttl=None)
-    later(9)
+    later(8)  # names expire on the second
     assert names(store.gc(), "name") == ["shorter"]
-    later(1)
+    later(2)
     done = store.gc()
     assert names(done, "entry") == [entries[0].key]
     assert names(done, "name") == ["one", "short"]
@@ -415,3 +415,67 @@ def test_collections_in_a_loop_beside_8_writers_lose_nothing_acknowledged(tmp_pa
         f"gc beside 8 writers: {collections} collections, {len(acknowledged)} entries acknowledged, 0 lost, "
         f"{removed} taken when their names had expired, {sum(some.count('again') for some in said)} put again"
     )
+
+
+# --- entries that continue what is gone ---
+
+
+def chain_of(store: CacheStore, length: int, seed: int = 1) -> dict[int, Entry]:
+    chain: dict[int, Entry] = {}
+    for depth in range(length):
+        parent = chain[depth - 1].key if depth else None
+        chain[depth] = store.put(sized(LEAST, seed=seed, depth=depth, parent=parent))
+    return chain
+
+
+def test_what_continues_what_is_gone_goes_after_the_grace_time(store: CacheStore, later):
+    chain, other = chain_of(store, 4), chain_of(store, 2, seed=2)
+    store.name(chain[3], "mine", pin=True)
+    store._remove(chain[1].key)
+    assert store.gc().removed == (), "the files are young"
+    later(3601)
+    foreseen = store.gc(dry_run=True)
+    assert foreseen.removed == tuple(
+        Removal("entry", chain[depth].key, LEAST, "what it continues is gone") for depth in (3, 2)
+    )
+    assert foreseen.used == 3 * LEAST
+    assert seeds(store, chain) == [0, 2, 3]
+    done = store.gc()
+    assert done == foreseen
+    assert seeds(store, chain | {4: other[0], 5: other[1]}) == [0, 4, 5]
+    assert store.gc().removed == ()
+
+
+def test_what_continues_a_file_that_has_no_row_yet_stays(store: CacheStore, later):
+    chain = chain_of(store, 2)
+    store._catalog.forget(chain[0].key)
+    later(1800)
+    age(store.path / "entries" / chain[1].key[:2] / f"{chain[1].key}.safetensors", 7200)
+    assert store.gc(grace=1800).removed == ()
+    assert store.gc(dry_run=True, grace=0).removed == ()
+    assert (store.gc().removed, len(on_disk(store))) == ((), 2)
+
+
+def test_an_old_one_stays_while_a_young_one_continues_it(store: CacheStore, monkeypatch: pytest.MonkeyPatch):
+    from kvkeep.collection import Collector
+
+    chain = chain_of(store, 3)
+    store._remove(chain[0].key)
+    ripe = {chain[1].key}
+    monkeypatch.setattr(Collector, "_is_ripe", lambda self, key: key in ripe)
+    assert store.gc().removed == ()
+    ripe.add(chain[2].key)
+    assert names(store.gc(), "entry") == [chain[2].key, chain[1].key]
+    assert on_disk(store) == {}
+
+
+def test_rings_and_chains_that_are_too_long_go(store: CacheStore, later):
+    chain = chain_of(store, 10)
+    one, two = (sized(LEAST, seed=seed, depth=1, parent="a" * 32).meta.key.hash for seed in (5, 6))
+    ring = [sized(LEAST, seed=5, depth=1, parent=two), sized(LEAST, seed=6, depth=1, parent=one)]
+    for draft in ring:  # put() itself would not
+        store._files.put(draft)
+    later(3601)
+    gone = names(store.gc(), "entry")
+    assert gone == [chain[9].key, chain[8].key]
+    assert seeds(CacheStore(store.path), chain) == list(range(8))

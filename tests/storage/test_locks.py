@@ -75,7 +75,8 @@ def test_a_second_holder_waits_for_its_time_and_takes_nothing_away(tmp_path: Pat
     with key_locks.hold(KEY, timeout=0.3) as held:
         assert held is False
     assert 0.3 <= time.monotonic() - began < 5
-    assert len(list(Path("/proc/self/fd").iterdir())) <= open_files  # fewer when what other tests left open is collected meanwhile
+    # Fewer, when what other tests left open is collected meanwhile.
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_files
     assert files(tmp_path) == [f"{KEY}.lock"]
     with KeyLocks(Directory(tmp_path)).hold(KEY, timeout=0) as held:
         assert held is False

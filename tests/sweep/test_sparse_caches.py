@@ -9,9 +9,14 @@ import pytest
 import torch
 from conform import random_ids
 from tiny_zoo import build
+from transformers import DynamicCache
 
 from kvkeep import CacheStore, compat
+from kvkeep.inputs import Inputs
+from kvkeep.keys import TokenIds
 from kvkeep.layouts import describe_cache, plans_of
+from kvkeep.manner import manner_of
+from kvkeep.prefill import empty_cache, feed, prefill
 from kvkeep.testing.state import same_bits
 
 TYPES = {
@@ -30,6 +35,30 @@ OPTIONS: dict[str, Any] = {
 }
 
 if compat.STATIC_INDEXED_LAYERS:  # 4.57 has no sparse attention
+
+    @pytest.mark.parametrize("name", [*TYPES, "deepseek_v4"])
+    def test_a_prefill_in_pieces_goes_on_as_in_one_pass(name: str) -> None:
+        """Longer than every window: the mask of a layer must be as long as what that layer keeps."""
+        model, inputs = build("causal", name), Inputs(TokenIds.of(random_ids(PROMPT)[0].tolist()))
+        whole = feed(model, empty_cache(model, inputs), inputs, 0, PROMPT, logits=True)
+        cache = prefill(model, inputs, tokens=PREFIX - 3, chunk=16)
+        parts = feed(model, cache, inputs, PREFIX - 3, PROMPT, logits=True)
+        assert whole is not None and parts is not None
+        assert (parts - whole[:, PREFIX - 3 :]).abs().max() <= TOLERANCE * whole.abs().max()
+
+    def test_a_model_that_errs_once_its_windows_have_moved_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+        """A state cannot be cut back and computed again when it is stored, so the model is asked beforehand."""
+
+        def with_every_row(config: Any) -> Any:
+            cache = DynamicCache(config=config)
+            cache.layers[2] = compat.DYNAMIC_LAYER()
+            return cache
+
+        model = build("causal", "deepseek_v4")
+        assert type(compat.complete_cache(model.config).layers[2]) is compat.DYNAMIC_SLIDING_LAYER
+        assert manner_of(model).objection is None
+        monkeypatch.setattr(compat, "complete_cache", with_every_row)
+        assert "computes a prompt otherwise when it is fed in two parts" in str(manner_of(model).objection)
 
     @pytest.mark.parametrize("name", TYPES)
     def test_a_static_cache_with_an_index_is_kept_and_restored(tmp_path: Path, name: str) -> None:

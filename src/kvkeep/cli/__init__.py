@@ -23,6 +23,7 @@ COMMANDS = {
     "gc": "kvkeep.cli.gc",
     "rm": "kvkeep.cli.rm",
     "stats": "kvkeep.cli.stats",
+    "explain": "kvkeep.cli.explain",
     "bench": "kvkeep.cli.bench",
 }
 """The subcommands in the order of ``--help``, with the modules whose ``command`` they are."""

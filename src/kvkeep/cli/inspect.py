@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli.chains import chain_of
 from kvkeep.cli.common import (
     Format,
+    count,
     emit_json,
     entry_files,
     format_option,
@@ -33,7 +35,7 @@ EDGE = 8
 @format_option
 @store_option
 def command(store: Path | None, wanted: str, format: Format) -> None:
-    """Show what an entry says of itself: identity, layers, versions, names, and its first and last token ids.
+    """Show what an entry says of itself: identity, layers, versions, names, what it continues, and token ids.
 
     Only numbers and digests are shown, never text; the identity's parts tell why another model does not find it.
 
@@ -48,10 +50,16 @@ def command(store: Path | None, wanted: str, format: Format) -> None:
             header, ids = file.header, file.read_ids().tolist()
     except FileNotFoundError:
         raise EntryNotFoundError(f"the file of the entry {entry.key} is gone") from None
+    entries = opened.entries()
+    links, gone = chain_of({one.key: one for one in entries}, entry)
+    data = _to_json(entry, header, ids)
+    data["chain"] = [{"key": one.key, "start": one.start, "end": one.end, "bytes": one.nbytes} for one in links]
+    data["gone"] = gone
+    data["continued_by"] = [one.key for one in entries if one.parent == entry.key]
     if format == "json":
-        emit_json(_to_json(entry, header, ids))
+        emit_json(data)
     else:
-        _emit_lines(_to_json(entry, header, ids))
+        _emit_lines(data)
 
 
 def _to_json(entry: Entry, header: Header, ids: Sequence[int]) -> dict[str, Any]:
@@ -119,6 +127,7 @@ def _emit_lines(data: Mapping[str, Any]) -> None:
         ("names", ", ".join(data["names"]) or "-"),
         ("tokens", f"{data['tokens']:,}" + (f" (this file from {data['start']:,})" if data["start"] else "")),
         ("parent", data["parent"] or "-"),
+        *_chain_lines(data),
         ("size", human_size(data["bytes"])),
         ("created", f"{human_time(data['created'])} by {_pairs(data['creator'])}"),
         ("format", f"{data['format']}, {data['form']}"),
@@ -132,6 +141,19 @@ def _emit_lines(data: Mapping[str, Any]) -> None:
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
         click.echo(f"{label.ljust(width)}  {value}")
+
+
+def _chain_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the entry continues, from token 0 on, and what continues it."""
+    lines = [("chain", f"{data['gone']} is gone, so that nothing can use this entry")] if data["gone"] else []
+    if len(data["chain"]) > 1:
+        lines += [
+            ("chain", f"{one['key']} [{one['start']:,}, {one['end']:,}), {human_size(one['bytes'])}")
+            for one in data["chain"]
+        ]
+        whole = sum(one["bytes"] for one in data["chain"])
+        lines.append(("", f"{count(len(data['chain']), 'file')}, {human_size(whole)} together"))
+    return lines + [("continued by", key) for key in data["continued_by"]]
 
 
 def _one_line(value: Any) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.chains import as_tree
 from kvkeep.cli.common import (
+    SHORT_KEY,
     Format,
+    count,
     emit_json,
     entries_word,
     entry_to_json,
@@ -18,24 +22,32 @@ from kvkeep.cli.common import (
     say,
     store_option,
 )
-from kvkeep.errors import InvalidRequestError
+from kvkeep.errors import EntryInUseError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from kvkeep.records import Entry
+    from kvkeep.store import CacheStore
 
 
 @click.command("rm")
 @click.argument("wanted", metavar="KEY|NAME...", nargs=-1, required=True)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--cascade", is_flag=True, help="Remove the entries that continue them, too.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @format_option
 @store_option
-def command(store: Path | None, wanted: tuple[str, ...], yes: bool, dry_run: bool, format: Format) -> None:
+def command(
+    store: Path | None, wanted: tuple[str, ...], yes: bool, cascade: bool, dry_run: bool, format: Format
+) -> None:
     """Remove entries, given by key, the start of a key (four digits or more) or name, with the names that they have.
 
-    If one of them is not there, nothing is removed. Whoever reads an entry at that moment reads it to the end.
+    If one of them is not there, nothing is removed; nor if others continue one of them, without --cascade: those could
+    not be read without it. Whoever reads an entry at that moment reads it to the end.
 
     Example: kvkeep rm handbook 1f3a --dry-run
     """
     opened = open_store(store, write=not dry_run)
-    entries = list({entry.key: entry for entry in (opened.entry(text) for text in wanted)}.values())
+    entries = _chosen(opened, wanted, cascade)
     amount = f"{entries_word(len(entries))}, {human_size(sum(entry.nbytes for entry in entries))}"
     if not dry_run and not yes:
         for entry in entries:
@@ -49,6 +61,21 @@ def command(store: Path | None, wanted: tuple[str, ...], yes: bool, dry_run: boo
     if format == "json":
         emit_json([entry_to_json(entry) for entry in entries])
     say(f"would remove {amount}; nothing was removed" if dry_run else f"removed {amount}")
+
+
+def _chosen(store: CacheStore, wanted: tuple[str, ...], cascade: bool) -> list[Entry]:
+    """The entries to remove, those that continue others before these; EntryInUseError if more would be lost."""
+    chosen = {entry.key: entry for entry in (store.entry(text) for text in wanted)}
+    others = {entry.key: entry for key in chosen for entry in store.descendants(key) if entry.key not in chosen}
+    if others and not cascade:
+        for entry in others.values():
+            say(one_line(entry))
+        raise EntryInUseError(
+            f"{count(len(others), 'entry continues', 'entries continue')} what is to be removed, and would be lost "
+            f"({', '.join(key[:SHORT_KEY] for key in others)}): name them as well, or give --cascade"
+        )
+    depths = {entry.key: depth for depth, entry in as_tree(store.entries())}
+    return sorted((chosen | others).values(), key=lambda entry: -depths.get(entry.key, 0))
 
 
 def _ask(question: str) -> None:

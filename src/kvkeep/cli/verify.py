@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.chains import as_tree, chain_of
 from kvkeep.cli.common import (
     SHORT_KEY,
     Format,
@@ -28,16 +29,20 @@ if TYPE_CHECKING:
 
 @click.command("verify")
 @click.argument("wanted", metavar="[KEY|NAME]...", nargs=-1)
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), help="Keys, one of which must have signed; else $KVKEEP_KEY_FILE."
+)
 @format_option
 @store_option
-def command(store: Path | None, wanted: tuple[str, ...], format: Format) -> None:
-    """Check every byte of the entries, or of those given by key, start of a key or name.
+def command(store: Path | None, wanted: tuple[str, ...], key_file: Path | None, format: Format) -> None:
+    """Check every byte of the entries, or of those given by key, start of a key or name with what these continue.
 
-    Prints one line an entry. A damaged entry is set aside, where no lookup finds it, and the exit code is 5.
+    Prints one line an entry. A damaged entry is set aside, where no lookup finds it, and the exit code is 5. With keys,
+    entries that none of them has signed are told in the same way, and stay.
 
     Example: kvkeep verify handbook
     """
-    opened = open_store(store)
+    opened = open_store(store, key=key_file)
     targets = _targets(opened, wanted)
     results: list[tuple[str, tuple[str, ...], str | None]] = []
     lines_show_it = format == "human" and sys.stdout.isatty()
@@ -57,10 +62,12 @@ def command(store: Path | None, wanted: tuple[str, ...], format: Format) -> None
 
 
 def _targets(opened: CacheStore, wanted: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The keys to check, with their names: also of files that the index has not heard of."""
+    """The keys to check, with their names: also of files that the index has not heard of. Parents before children."""
     if wanted:
-        return {entry.key: entry.names for entry in (opened.entry(text) for text in wanted)}
-    targets = {entry.key: entry.names for entry in opened.entries()}
+        chosen = [opened.entry(text) for text in wanted]
+        entries = {entry.key: entry for entry in opened.entries()}
+        return {link.key: link.names for entry in chosen for link in chain_of(entries, entry)[0]}
+    targets = {entry.key: entry.names for _, entry in as_tree(opened.entries())}
     for key in sorted(entry_files(opened).keys()):
         targets.setdefault(key, ())
     return targets

@@ -71,10 +71,16 @@ def add_repeats(cache: Any, config: Any) -> None:
 
 
 def complete_cache(config: Any) -> DynamicCache:
-    """An empty cache that keeps every row of every layer, sliding ones too; a prefill into it can be cut anywhere."""
+    """An empty cache that keeps every row of every layer, sliding ones too; a prefill into it can be cut anywhere.
+
+    Where some layers slide that cannot keep every row, none does: the masks of all are as long as one of them says.
+    """
     cache = DynamicCache(config=config)
-    if all(type(layer) in (DYNAMIC_LAYER, DYNAMIC_SLIDING_LAYER) for layer in cache.layers):
+    others = [layer for layer in cache.layers if type(layer) not in (DYNAMIC_LAYER, DYNAMIC_SLIDING_LAYER)]
+    if not others:
         return DynamicCache()
+    if any(getattr(layer, "sliding_window", None) for layer in others):
+        return cache
     cache.layers[:] = [_dynamic_layer() if type(layer) is DYNAMIC_SLIDING_LAYER else layer for layer in cache.layers]
     return cache
 

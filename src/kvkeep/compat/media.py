@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,10 @@ MEDIA_INPUTS: dict[str, tuple[str, ...]] = {
 MEDIA_CONTENT = frozenset({"pixel_values", "pixel_values_videos", "input_features"})
 """Those of them that are the media themselves; the others say how they are to be read."""
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+MEDIA_TYPES = "mm_token_type_ids"
+"""The model input that says of each token which kind of media it stands for; 4.57 goes by the token's id instead."""
+
+TOKEN_TYPES = ("token_type_ids", MEDIA_TYPES)
 """Model inputs that say of each token what kind it is."""
 
 # Newer versions place every token of the prompt before there is a cache, and cut positions where the cache ends. 4.57
@@ -52,6 +56,17 @@ def media_tokens(model: Any) -> dict[str, frozenset[int]]:
         if new:
             found[kind] = new
     return found
+
+
+def takes_media_types(model: Any) -> bool:
+    """Whether a model, or one inside of it, places or masks tokens by ``MEDIA_TYPES``."""
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return any(_takes_media_types(kind) for kind in kinds)
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes_media_types(kind: Any) -> bool:
+    return MEDIA_TYPES in inspect.signature(kind.forward).parameters
 
 
 def _owner(model: Any) -> Any:

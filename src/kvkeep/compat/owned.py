@@ -253,9 +253,7 @@ def owned_positions(cache: Any, begin: int, end: int, device: Any) -> dict[str, 
 
 
 def stretch_computed_at_once(config: Any) -> int:
-    """How many tokens of one pass a model that brings its own cache computes together at most, before it carries on."""
-    if owned_class(config) is None:
-        return 0
+    """How many tokens of one pass a model with state computes together at most, before it carries on."""
     named = (getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size"))
     return int(next(filter(None, named), _STRETCH))
 

@@ -174,7 +174,7 @@ def _tensors_from_json(table: dict[str, Any]) -> dict[str, TensorSpec]:
     for name, item in table.items():
         one = object_of(item)
         dtype, shape, offsets = one.pop("dtype", None), one.pop("shape", None), one.pop("data_offsets", None)
-        if one or not _NAME.fullmatch(name) or dtype not in ITEM_SIZES:
+        if one or not _NAME.fullmatch(name) or not isinstance(dtype, str) or dtype not in ITEM_SIZES:
             damaged(f"tensor {name[:64]!r} has a name, dtype or member that the format does not allow")
         if not naturals(shape) or len(shape) > MAX_DIMS or not naturals(offsets) or len(offsets) != 2:
             damaged(f"tensor {name!r} has no valid shape and offsets")
@@ -192,19 +192,7 @@ def _tensors_from_json(table: dict[str, Any]) -> dict[str, TensorSpec]:
 
 def _check_layout(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> None:
     """Every tensor that the layout names is there with a shape that fits, and no other is."""
-    units = first_units(meta)[1]
-    if meta.end > MAX_TOKENS or units > MAX_UNITS:
-        damaged(f"{meta.end} tokens in {units} digest units are over the format's limits")
-    own = {
-        IDS: ("I32", (meta.end - meta.start,)),
-        CHAIN: ("U8", (chain_length(meta.start, meta.end), DIGEST_SIZE)),
-        DIGESTS: ("U8", (units, DIGEST_SIZE)),
-    }
-    if meta.auth is not None:
-        own[STRONG] = ("U8", (units, STRONG_SIZE))
-    if any(name not in tensors or (tensors[name].dtype, tensors[name].shape) != own[name] for name in own):
-        damaged("the tensors of ids, chain and digests do not fit the layout")
-    expected = set(own)
+    expected = _check_own_tensors(meta, tensors)
     for stem, number, layer in meta.groups():
         within = (meta.start, meta.end) if stem == "layers" else (0, layer.rows)  # cross layers count encoder positions
         if layer.rows and not within[0] <= layer.first == within[1] - layer.rows:
@@ -226,3 +214,20 @@ def _check_layout(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> None:
         expected.add(f"state.{role}")
     if expected != set(tensors):
         damaged("the file holds other tensors than its layout names")
+
+
+def _check_own_tensors(meta: EntryMeta, tensors: Mapping[str, TensorSpec]) -> set[str]:
+    """The tensors that every entry has are there with their shapes; returns their names."""
+    units = first_units(meta)[1]
+    if meta.end > MAX_TOKENS or units > MAX_UNITS:
+        damaged(f"{meta.end} tokens in {units} digest units are over the format's limits")
+    own = {
+        IDS: ("I32", (meta.end - meta.start,)),
+        CHAIN: ("U8", (chain_length(meta.start, meta.end), DIGEST_SIZE)),
+        DIGESTS: ("U8", (units, DIGEST_SIZE)),
+    }
+    if meta.auth is not None:
+        own[STRONG] = ("U8", (units, STRONG_SIZE))
+    if any(name not in tensors or (tensors[name].dtype, tensors[name].shape) != own[name] for name in own):
+        damaged("the tensors of ids, chain and digests do not fit the layout")
+    return set(own)

@@ -11,7 +11,7 @@ import torch
 from kvkeep import compat
 from kvkeep.entry_format import LayerRecord
 from kvkeep.layouts.attention import DynamicCodec
-from kvkeep.layouts.base import Empty, LayerPlan, LayerState
+from kvkeep.layouts.base import LayerPlan, LayerState
 from kvkeep.layouts.states import snapshot
 
 _STATES = ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate")
@@ -56,11 +56,6 @@ class CompressedCodec(DynamicCodec):
             raise ValueError(f"the entry compresses {record.scalars.get('rate')} tokens to one")
         plain = replace(record, kind="sliding", tensors={"keys": "rows", "values": "rows"})
         return super().wanted(layer, plain, tokens)
-
-    def allocate(
-        self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
-    ) -> Mapping[str, torch.Tensor]:
-        return {role: empty(like) for role, like in likes.items()}
 
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
         keys = filled["keys"][None]

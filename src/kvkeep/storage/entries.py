@@ -82,7 +82,7 @@ class EntryFiles:
             return None
         except EntryUnknownError:  # a newer version's: it stays
             return None
-        except EntryDamagedError as error:
+        except EntryDamagedError as error:  # one without our signature, too
             self.quarantine(key, error.reason)
             return None
 

@@ -138,7 +138,7 @@ def _check_link(parent: EntryFile, child: EntryFile) -> None:
     """Raise if an entry does not continue what its parent is."""
     one, two = parent.header.meta, child.header.meta
     same = (one.key.identity, one.key.namespace, one.key.form, one.key.tp)
-    if same != (two.key.identity, two.key.namespace, two.key.form, two.key.tp) or one.end < two.start:
+    if same != (two.key.identity, two.key.namespace, two.key.form, two.key.tp) or not one.start < two.start <= one.end:
         raise EntryDamagedError("the entry that it continues is another's")
     if two.recorded.get(PARENT_DIGESTS) not in (None, one.digests):
         raise EntryDamagedError("the entry that it continues was computed anew since")

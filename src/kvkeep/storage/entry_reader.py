@@ -82,9 +82,9 @@ class EntryFile:
         text = head[8 : 8 + length]
         text += self._read(8 + len(text), length - len(text))
         header = decode_header(text, size)
-        return (
-            Checked(header) if self._keys is None else Checked(header, self._check_signature(text, header, self._keys))
-        )
+        if self._keys is None:
+            return Checked(header)
+        return Checked(header, self._check_signature(text, header, self._keys))
 
     def _check_signature(self, text: bytes, header: Header, keys: Keyring) -> bytes:
         """The digest of the strong digests that one of the keys has signed with the header."""
@@ -308,9 +308,8 @@ class EntryFile:
                     raise EntryDamagedError("the strong digests are not what was signed")
             self._tables = table, strong
         fast, strong = self._tables
-        return fast[unit * DIGEST_SIZE : (unit + 1) * DIGEST_SIZE], strong[
-            unit * STRONG_SIZE : (unit + 1) * STRONG_SIZE
-        ]
+        fast = fast[unit * DIGEST_SIZE : (unit + 1) * DIGEST_SIZE]
+        return fast, strong[unit * STRONG_SIZE : (unit + 1) * STRONG_SIZE]
 
     def _read_tensor(self, name: str) -> bytes:
         spec = self.header.tensors[name]

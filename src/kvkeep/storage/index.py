@@ -2,7 +2,8 @@
 
 It is derived. The files under ``entries/`` are the truth; rows that are missing, foreign or damaged are made again
 from their headers, and no trouble with the index is ever an error to the caller. A read-only store keeps its rows in
-memory and touches no database.
+memory and touches no database, and so does one on a network file system: SQLite's log of changes cannot be shared by
+several hosts.
 
 Order: a row is added after its file, and removed before it. So a row without a file is one that somebody is removing,
 and a file without a row is one that somebody is adding, or put there by hand.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.listing import HeaderReader, Listing
+from kvkeep.storage.network import network_kind
 from kvkeep.storage.row_checks import DamagedDatabaseError, MissingDatabaseError
 from kvkeep.storage.row_database import Choose, RowDatabase, UnusableDatabaseError
 from kvkeep.storage.rows import Row
@@ -39,7 +41,8 @@ class Index:
         self._directory = directory
         self._headers = HeaderReader(directory, entries)
         self._lock = threading.RLock()
-        self._source: RowDatabase | Listing = self._listing() if directory.readonly else RowDatabase(directory)
+        self._in_memory = directory.readonly or _is_shared_by_hosts(directory)
+        self._source: RowDatabase | Listing = self._listing() if self._in_memory else RowDatabase(directory)
         self._unwritten: dict[str, Row | None] = {}
         self._held: dict[str, Row] = {}
         self._opened = False
@@ -105,7 +108,7 @@ class Index:
         with self._lock:
             self._opened = True
             self._headers.damaged.clear()
-            if self._directory.readonly:
+            if self._in_memory:
                 self._source = self._listing()
             else:
                 self.close()
@@ -230,6 +233,18 @@ class Index:
             dropped = [known[key] for key in (choose(known) if choose is not None else ())]
             self._unwritten.update((row.key, None) for row in dropped)
         return dropped
+
+
+_told: set[str] = set()
+
+
+def _is_shared_by_hosts(directory: Directory) -> bool:
+    """Whether other hosts may be using the store; said once."""
+    kind, root = network_kind(directory.root), str(directory.root)
+    if kind is not None and root not in _told:
+        _told.add(root)
+        _log.warning("%s is on a network file system (%s): each process reads the headers of its entries", root, kind)
+    return kind is not None
 
 
 # SQLite must not take a connection through a fork, not even to close it there, so all are closed before.

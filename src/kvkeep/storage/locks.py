@@ -21,6 +21,7 @@ except ImportError:  # Windows
 
 _SHORTEST_SLEEP = 0.001
 _LONGEST_SLEEP = 0.05
+_ATTEMPTS = 1000  # to find the file that was locked still there: each holder before removes his
 _SUFFIX = ".lock"
 _held: set[int] = set()
 
@@ -80,7 +81,7 @@ class KeyLocks:
     def _acquire(self, name: tuple[str, ...], deadline: float) -> tuple[int | None, bool]:
         """The descriptor that holds the lock; or ``None`` and whether that is for want of locks."""
         sleep = _SHORTEST_SLEEP
-        while True:
+        for _ in range(_ATTEMPTS):
             fd = self._directory.open_lock(*name)
             try:
                 while not _try_lock(fd):
@@ -96,6 +97,7 @@ class KeyLocks:
                 os.close(fd)
                 raise
             os.close(fd)
+        return None, True  # a volume that forgets what it was just told
 
     def _is_current(self, name: tuple[str, ...], fd: int) -> bool:
         """Whether the name still leads to the file that is open: its last holder may have removed it."""

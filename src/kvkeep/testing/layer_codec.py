@@ -16,7 +16,7 @@ from kvkeep.entry_format import LayerRecord
 from kvkeep.layouts import LayerCodec, LayerPlan, LayerState, register_layer_codec
 from kvkeep.storage.entries import EntryFile
 from kvkeep.testing.state import HeldState, difference, memory_of, same_bits, same_outputs
-from kvkeep.testing.stored import Shelf, loaded
+from kvkeep.testing.stored import Shelf, emptied, loaded
 
 _CPU = torch.device("cpu")
 
@@ -238,6 +238,26 @@ class LayerCodecContract:
             for role, like in likes.items():
                 _check_target(role, targets[role], like, rows=state.record.tensors[role] == "rows")
 
+    # --- in place of something else ---
+
+    def test_a_used_layer_is_filled_as_a_fresh_one(self) -> None:
+        """Fails where a layer that held other tokens, as in ``load(into=)``, still shows it when it was filled anew."""
+        for layer, length, file in self._stored():
+            used = self.make_layer()
+            self._feed(used, 0, [self._most()])
+            used = self._load(file, length, emptied(used))
+            what = f"a layer that held {self._most()} tokens is filled with {length}, and differs"
+            _no_difference(self._held(used), self._held(layer), what)
+            self._go_on_alike(used, layer, length)
+
+    def test_an_emptied_layer_goes_on_as_a_fresh_one(self) -> None:
+        """Fails where ``reset`` leaves something behind, which a load that misses or breaks off would give back."""
+        for before in (*self.lengths, self._most()):
+            used, fresh = self.make_layer(), self.make_layer()
+            self._feed(used, 0, [before])
+            self._go_on_alike(emptied(used), fresh, 0)
+            _no_difference(self._held(used), self._held(fresh), f"a layer was emptied of {before} tokens, and differs")
+
     # --- inside ---
 
     def _describe(self, layer: Any, length: int) -> LayerState:
@@ -273,8 +293,12 @@ class LayerCodecContract:
             self.fill(layer, first, first + count, 1)
             first += count
 
-    def _load(self, file: EntryFile, tokens: int) -> Any:
-        layer = self.make_layer()
+    def _most(self) -> int:
+        """As many tokens as are ever fed."""
+        return max(self.lengths) + sum(self.continued)
+
+    def _load(self, file: EntryFile, tokens: int, layer: Any = None) -> Any:
+        layer = self.make_layer() if layer is None else layer
         register_layer_codec(type(layer), self.codec)
         return loaded(file, layer, tokens)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvkeep import compat
 from kvkeep.drafting import draft_entry, entry_key
 from kvkeep.keys import TokenIds, model_digest
 from kvkeep.layouts import Buffers, LayerState, fill_cache
@@ -54,6 +55,11 @@ def loaded(file: EntryFile, layer: Any, tokens: int) -> Any:
     cache = _OneLayer(layer)
     fill_cache(cache, file.header.meta, file.header.tensors, tokens, _Reader(file), [torch.device("cpu")])
     return cache.layers[0]
+
+
+def emptied(layer: Any) -> Any:
+    """The layer, emptied as a whole cache is before something else is loaded into it."""
+    return compat.emptied(_OneLayer(layer)).layers[0]
 
 
 class _OneLayer:
