@@ -193,7 +193,10 @@ def read_ids(ids: Any) -> TokenIds:
     if isinstance(ids, (list, tuple)) and len(ids) == 1 and _is_prompt(ids[0]):
         return read_ids(ids[0])
     if is_batch(ids):
-        raise InvalidPromptError("the prompt has several rows; one row is needed here: call once for each row")
+        raise InvalidPromptError(
+            "the prompt has several rows; one row is needed here: call once for each row, "
+            "or give attention_mask= where a whole batch is saved or loaded"
+        )
     if isinstance(ids, (torch.Tensor, np.ndarray)):
         read = _read_array(ids)
     elif isinstance(ids, (list, tuple)):
