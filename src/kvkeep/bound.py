@@ -263,9 +263,11 @@ class BoundStore:
         )
         if unstable is not None:
             log.warning("kvkeep: %s", unstable)
-        cuts: Collection[int] = ()
-        if checkpoint_every is not None or holds_state(self._live):
-            cuts = self._reader.cuts(
+
+        def cuts() -> Collection[int]:
+            if checkpoint_every is None and not holds_state(self._live):
+                return ()
+            return self._reader.cuts(
                 prompt,
                 inputs,
                 every=checkpoint_every,
@@ -273,6 +275,7 @@ class BoundStore:
                 documents=documents,
                 chat_template_kwargs=chat_template_kwargs,
             )
+
         entry = prefilling.warm(self._storing, inputs, progress, cuts)
         if name is None:
             return entry

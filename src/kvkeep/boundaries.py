@@ -19,7 +19,7 @@ def holds_state(live: LiveIdentity) -> bool:
     return any(plan.snapshot for plan in live.asked(plans_of))
 
 
-def boundaries_within(live: LiveIdentity, inputs: Inputs, cuts: Collection[int]) -> list[int]:
+def boundaries_within(live: LiveIdentity, inputs: Inputs, cuts: Callable[[], Collection[int]]) -> list[int]:
     """Those of some cuts at which it takes something for a prompt to go on otherwise, and at which that is possible.
 
     Where every layer keeps all rows, one can go on anywhere. A model that does not look at its state when it is fed
@@ -30,7 +30,7 @@ def boundaries_within(live: LiveIdentity, inputs: Inputs, cuts: Collection[int])
         return []
     if live.length_rule() is not None or live.asked(manner_of).singly:
         return []
-    found = {uncut(inputs.media, cut) for cut in cuts if cut < len(inputs)}
+    found = {uncut(inputs.media, cut) for cut in cuts() if cut < len(inputs)}
     return sorted(cut for cut in found if cut > MIN_SHARED)
 
 

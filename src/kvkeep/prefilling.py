@@ -31,7 +31,9 @@ to its last token is trimmed by one, and text whose last tokens merge with what 
 (measured on five tokenizers)."""
 
 
-def warm(storing: Storing, inputs: Inputs, progress: Progress | None, cuts: Collection[int] = ()) -> Entry:
+def warm(
+    storing: Storing, inputs: Inputs, progress: Progress | None, cuts: Callable[[], Collection[int]] | None = None
+) -> Entry:
     """Prefill and store these inputs, unless they are stored already; one process does it, the others wait for it.
 
     What is stored of their beginning is not computed and not stored again. State that is valid behind one token only
@@ -42,20 +44,21 @@ def warm(storing: Storing, inputs: Inputs, progress: Progress | None, cuts: Coll
         storing: where to.
         inputs: what to prefill.
         progress: called with tokens done and tokens in all.
-        cuts: after how many tokens it should be possible to go on otherwise, where that is not possible anywhere.
+        cuts: says after how many tokens it should be possible to go on otherwise; asked where that is not possible
+            anywhere.
     """
     store = storing.store
     if (ranks := ranks_of(storing.live.model(), None)) is not None:
         return _warm_together(ranks, storing, inputs, progress)
     inputs = _before_state(storing, inputs)
-    cuts = boundaries_within(storing.live, inputs, cuts)
+    boundaries = [] if cuts is None else boundaries_within(storing.live, inputs, cuts)
     key = storing.key(inputs)
-    entry = _stored(storing, key, inputs, cuts)
+    entry = _stored(storing, key, inputs, boundaries)
     if entry is None:
         store.check_writable()
         with store.locked(key.hash):
             # Whoever held the lock before may just have stored it.
-            entry = _stored(storing, key, inputs, cuts) or _prefill(storing, key, inputs, progress, cuts)
+            entry = _stored(storing, key, inputs, boundaries) or _prefill(storing, key, inputs, progress, boundaries)
     return entry
 
 

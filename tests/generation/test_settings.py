@@ -10,7 +10,7 @@ import torch
 from tiny_models import PAD, TURN_END, VOCABULARY, build_tiny, build_toy_tokenizer
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from kvkeep import CacheStore
+from kvkeep import CacheStore, compat
 
 PROMPT, STORED, NEW = 30, 22, 5
 IDS = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1)).repeat(1, 4)[:, :PROMPT]
@@ -79,7 +79,9 @@ def test_what_a_call_asks_for_is_as_without_a_store(name: str, tmp_path_factory:
         with kv.attached():
             attached = model.generate(**asked)
         assert kv.last_report is not None
-        assert (kv.last_report.reused_tokens, kv.last_report.reason) == (STORED - 1, None), setting
+        reported = kv.last_report.reused_tokens, (kv.last_report.reason or "").partition(":")[0]
+        aside = name == "gemma3" and "prompt lookup" in setting and not compat.CHUNKS  # 4.57 drafts with full layers
+        assert reported == ((0, "layout") if aside else (STORED - 1, "")), setting
         for one in (ours, attached):
             assert one.keys() == control.keys(), setting
             assert torch.equal(one.sequences, control.sequences), setting
