@@ -224,6 +224,8 @@ class Catalog:
             self._refresh()
             for shared, rows in self._prefixes.candidates(identity, namespace.hex(), prefix, chain, form=form):
                 for row in rows:
+                    if min(shared + BLOCK - 1, limit, row.end) <= tokens and (tokens or trouble):
+                        continue  # it cannot give more
                     lineage = self._prefixes.lineage(row)
                     if not lineage:
                         continue
