@@ -164,8 +164,8 @@ class CacheStore:
             self._directory = Directory(self.path, readonly=readonly, shared=found.shared, sync=durability == "full")
         self._files = EntryFiles(self._directory, verify=verify, keys=self._keys)
         self.journal = Journal(self._directory)
-        self._trouble = Trouble(f"the store {self.path}")
-        self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged, on_trouble=self.failed)
+        self._trouble = Trouble(f"the store {self.path}", raises=on_error == "raise")
+        self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged, on_trouble=self._trouble.reason)
         self.chats = Chats(self._directory, namespace)
         self._locks = KeyLocks(self._directory)
         self._refs = Refs(self._directory)
@@ -354,7 +354,8 @@ class CacheStore:
             StoreReadOnlyError, StoreWriteError: if it could not be removed.
         """
         self.check_writable()
-        others = self.descendants(key)
+        with changing(self.path):
+            others = self.descendants(key)
         if others and not cascade:
             raise EntryInUseError(
                 f"{len(others)} {'entries continue' if len(others) > 1 else 'entry continues'} {key}, and would be "
@@ -516,8 +517,6 @@ class CacheStore:
 
         For programs that generate, whose work goes on.
         """
-        if self.on_error == "raise":
-            raise error
         return self._trouble.reason(error)
 
     def refute(self, key: str, reason: str, file: FileIdentity | None) -> None:

@@ -20,8 +20,9 @@ class Trouble:
     Safe to use from several threads, and after a fork.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, raises: bool) -> None:
         self._what = what
+        self._raises = raises
         self._told: dict[tuple[type[Exception], int | None], float] = {}
         self.after_fork()
         renew_after_fork(self)
@@ -31,7 +32,9 @@ class Trouble:
         self._lock = threading.Lock()
 
     def reason(self, error: Exception) -> str:
-        """The reason of a miss for an error."""
+        """The reason of a miss for an error; raises it where that is asked for."""
+        if self._raises:
+            raise error
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         with self._lock:
