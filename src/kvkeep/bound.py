@@ -233,8 +233,9 @@ class BoundStore:
     ) -> Entry:
         """Prefill the prompt and store it, unless it is stored already; one process prefills, the others wait for it.
 
-        Chat messages are cut where the template is stable under any continuation; a log line says where a template
-        is not (dates, thinking that is dropped from history).
+        What is stored of its beginning is neither computed nor stored again: the entry continues that one. Chat
+        messages are cut where the template is stable under any continuation; a log line says where a template is not
+        (dates, thinking that is dropped from history).
 
         Args:
             prompt: the prefix.
