@@ -165,7 +165,9 @@ class CacheStore:
         self._files = EntryFiles(self._directory, verify=verify, keys=self._keys)
         self.journal = Journal(self._directory)
         self._trouble = Trouble(f"the store {self.path}", raises=on_error == "raise")
-        self._catalog = Catalog(self._directory, self._files, on_damage=self.journal.damaged, on_trouble=self._trouble.reason)
+        self._catalog = Catalog(
+            self._directory, self._files, on_damage=self.journal.damaged, on_trouble=self._trouble.reason
+        )
         self.chats = Chats(self._directory, namespace)
         self._locks = KeyLocks(self._directory)
         self._refs = Refs(self._directory)

@@ -1,4 +1,4 @@
-"""A picture, a static cache and compiled decoding, in Gemma 3: the call that crashed, with and without a stored prefix."""
+"""A picture, a static cache and compiled decoding in Gemma 3: the call that crashed, behind a stored prefix."""
 
 from __future__ import annotations
 
