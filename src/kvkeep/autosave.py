@@ -114,8 +114,12 @@ class AutoSave:
             return Kept(reason=f"short: {tokens} tokens of a cache of {cached} are not stored by themselves")
         if tokens <= reused + 1:
             return Kept()  # it came from there
+        rule = storing.live.length_rule()
+        if rule is not None and len(ids) > rule.switch:  # one cache may then hold rows of several frequencies
+            return Kept(reason=f"rope: the rotary frequencies change beyond {rule.switch} tokens: warm the prompt")
         storing.store.check_writable()
-        whole = replace(inputs, ids=TokenIds.of(ids[:tokens]))
+        longer = tokens > len(inputs)  # what was generated has no media
+        whole = replace(inputs, ids=TokenIds.of(ids[:tokens])) if longer else inputs.first(tokens)
         states = describe_idle(storing.live.model(), cache, cached, storing.live.asked(plans_of))
         states = [rows_until(state, tokens) for state in states] if tokens < cached else states
         key = storing.key(whole)

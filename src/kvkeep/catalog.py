@@ -150,6 +150,16 @@ class Catalog:
             if not self._readonly:
                 self._index.discard(key)
 
+    def renew(self) -> None:
+        """Make the index anew, so that no file of it holds rows that were removed.
+
+        Raises:
+            StoreWriteError: that cannot be done now, and they may still be there.
+        """
+        with self._mutex:
+            self._index.erase()
+            self._refresh()
+
     def damaged(self, key: str, error: EntryDamagedError, file: FileIdentity | None = None) -> None:
         """Drop a damaged entry and set its file aside; with ``file``, only if that very file still lies there."""
         if isinstance(error, EntryUntrustedError):  # others may trust it, so its row and its file stay
@@ -301,7 +311,7 @@ class Catalog:
     def _ids_of(self, row: Row) -> bytes | None:
         """The ids that an entry's own file holds, int32; ``None`` if it is gone or damaged. ``OSError`` as the disk."""
         stored = self._ids.get(row.key)
-        if stored is None:
+        if stored is None or len(stored) != 4 * (row.end - row.start):  # stored anew, with another stretch
             try:
                 with self._files.open(row.key) as file:
                     stored = file.read_ids().int32

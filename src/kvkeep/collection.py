@@ -25,7 +25,7 @@ from kvkeep.storage.locks import KeyLocks
 from kvkeep.storage.refs import Ref, Refs
 from kvkeep.storage.rows import Row
 
-Kind = Literal["entry", "name", "temporary", "quarantine", "lock"]
+Kind = Literal["entry", "name", "temporary", "quarantine", "lock", "chat", "index"]
 
 GRACE = 3600.0
 """Seconds for which a file that nobody accounts for is taken to be in the making."""
@@ -140,6 +140,12 @@ class Collector:
             limit=limit,
             short=short,
         )
+
+    def collect_leftovers(self) -> tuple[list[Removal], list[Removal]]:
+        """Only what killed processes left in ``tmp`` and ``locks``; returns what was removed, and what could not be."""
+        self._collect_temporaries()
+        self._collect_locks()
+        return self._removed, self._failed
 
     # --- files that nobody accounts for ---
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import copy
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvkeep.errors import InvalidPromptError, InvalidRequestError, UnsupportedRequestError
+from kvkeep.errors import (
+    InvalidPromptError,
+    InvalidRequestError,
+    KvkeepError,
+    UnsupportedCacheError,
+    UnsupportedRequestError,
+)
 from kvkeep.prompts import Message, Templating, read_messages
 from kvkeep.records import GenerateReport
 
 if TYPE_CHECKING:
     from kvkeep.bound import BoundStore
+
+log = logging.getLogger("kvkeep")
 
 
 class Chat:
@@ -84,20 +93,33 @@ class Chat:
             raise InvalidPromptError("nothing was said: send a text, a message or several")
         self._check_current()
         asked = [*self._messages, *said]
-        cut = self._kv.cuts_anywhere
-        out = self._kv.generate(
-            asked, save="turn" if cut else "never", on_report=self._reported, **self._template, **generate_kwargs
-        )
+        try:
+            cut = self._kv.cuts_anywhere
+        except UnsupportedCacheError:  # nothing of this model is stored, and it answers all the same
+            cut = True
+        told = generate_kwargs.pop("on_report", None)
+
+        def reported(report: GenerateReport) -> None:
+            self.last_report = report
+            if told is not None:
+                told(report)
+
+        options = {"save": "turn" if cut else "never", **generate_kwargs}
+        out = self._kv.generate(asked, on_report=reported, **self._template, **options)
         sequences = getattr(out, "sequences", out)
         if not isinstance(sequences, torch.Tensor) or sequences.dim() != 2 or sequences.shape[0] != 1:
             raise UnsupportedRequestError("a conversation has one answer a turn: leave num_return_sequences= out")
         prompt = 0 if self.last_report is None else self.last_report.prompt_tokens
         answer = str(self._kv.tokenizer.decode(sequences[0][prompt:], skip_special_tokens=True))
         self._messages = [*asked, {"role": "assistant", "content": answer}]
+        self._check_current()  # somebody else may have said something meanwhile, which is not to be lost
         self._kv.store.chats.put(self.id, self._messages)
-        self._stored = copy.deepcopy(self._messages)
+        self._stored = self._kv.store.chats.get(self.id)  # as JSON has it: a tuple is a list there
         if not cut:  # state behind the answer's tokens serves no prompt that renders it otherwise
-            self._kv.warm(self._messages, **self._template)
+            try:
+                self._kv.warm(self._messages, **self._template)
+            except (KvkeepError, OSError) as error:  # the answer is there, and is stored
+                log.warning("kvkeep: the turn's KV was not stored: %s", error)
         return answer
 
     def fork(self, id: str | None = None) -> Chat:  # noqa: A002
@@ -117,6 +139,3 @@ class Chat:
                 f"the conversation {self.id!r} was continued elsewhere: take it up again by kv.chat({self.id!r}), or "
                 "go on apart with fork()"
             )
-
-    def _reported(self, report: GenerateReport) -> None:
-        self.last_report = report

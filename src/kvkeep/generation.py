@@ -435,8 +435,9 @@ class Call:
         """Store what is to be stored of the call, which has returned ``out``."""
         kept, cache, self.cache = self.kept, self.cache, None
         report, keeper = self.finished(), self.source.keeper
-        if kept is None and self.inputs is None and keeper is not None and keeper.wants(self.save):
-            kept = Kept(reason=report.reason or "batch: several sequences are not stored by themselves")
+        begun = self.inputs is not None and self.ranks is None
+        if kept is None and not begun and keeper is not None and keeper.wants(self.save):
+            kept = Kept(reason=report.reason or "mode: a call of this kind is not stored by itself: warm its prompt")
         if kept is None:
             return
         if not isinstance(kept, Kept):

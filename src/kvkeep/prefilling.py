@@ -67,8 +67,10 @@ def _stored(storing: Storing, key: EntryKey, inputs: Inputs, cuts: Collection[in
     entry = storing.store.get(key.hash)
     if entry is None or not holds_state(storing.live):
         return entry
-    whole = all(storing.store.get(storing.key(inputs.first(cut)).hash) for cut in cuts)
-    return entry if whole else None
+    if all(storing.store.get(storing.key(inputs.first(cut)).hash) for cut in cuts):
+        return entry
+    full = storing.store.ground(entry.key, entry.end).parent != entry.key  # a chain that takes no further entry
+    return entry if full else None
 
 
 def _before_state(storing: Storing, inputs: Inputs) -> Inputs:

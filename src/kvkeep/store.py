@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.capacity import Capacity
 from kvkeep.catalog import Catalog, Obstacle
-from kvkeep.collection import GRACE, QUARANTINE_DAYS, Collection, Collector
+from kvkeep.clearing import Clearing
+from kvkeep.collection import GRACE, QUARANTINE_DAYS, Collection, Collector, Removal
 from kvkeep.entry_format import EntryMeta, Header
 from kvkeep.errors import (
     EntryDamagedError,
@@ -289,6 +290,8 @@ class CacheStore:
             if parent is None:
                 return _entry(row, self._names().get(key, ()))
             before, (_, meta) = self._row_of(parent), link
+            if before is None and self._files.is_there(parent):
+                return None  # of a newer version, or signed with a key that others have: it is theirs
             if before is None or meta.recorded.get(PARENT_DIGESTS) not in (None, before[1].digests):
                 break
             link = before
@@ -376,6 +379,49 @@ class CacheStore:
             self._batch.drop(key)
         self._catalog.forget(key)
         return self._files.remove(key)
+
+    def remove_namespace(self, namespace: str | None = None, *, dry_run: bool = False) -> list[Removal]:
+        """Remove all that is stored in a namespace, pinned or not, and what tells of it.
+
+        That is: its entries with their names, damaged ones that were set aside, its conversations, and its rows and
+        counters: the files of the index are made anew. Damaged entries of which nobody can tell whose they are go as
+        well, and so do files that killed processes left behind. Nothing else of other namespaces is touched.
+
+        Safe beside other processes: whoever reads an entry right now reads it to the end. What somebody stores in the
+        namespace at the same time may stay, so stop its writers before.
+
+        Args:
+            namespace: its name; ``None`` means the store's own.
+            dry_run: remove nothing, and say what would go.
+
+        Returns:
+            What was removed, or would be.
+
+        Raises:
+            StoreReadOnlyError: if this store never writes, and it is no dry run.
+            StoreWriteError: something could not be removed, and all else is gone.
+        """
+        if not dry_run:
+            self.check_writable()
+        name = self.namespace if namespace is None else namespace
+        with changing(self.path):
+            clearing = Clearing(
+                directory=self._directory,
+                files=self._files,
+                catalog=self._catalog,
+                refs=self._refs,
+                journal=self.journal,
+                chats=Chats(self._directory, name),
+                namespace=namespace_digest(name).hex(),
+                dry_run=dry_run,
+            )
+            clearing.clear(drop=self._batch.drop if self._batch is not None else lambda key: None)
+            collector = Collector(self._directory, self._catalog, self._refs, self._capacity, dry_run=dry_run)
+            removed, failed = collector.collect_leftovers()
+        if (failed := [*clearing.failed, *failed]) and not dry_run:
+            what = "; ".join(f"{one.kind} {one.name}: {one.reason}" for one in failed[:3])
+            raise StoreWriteError(f"{len(failed)} of what was to be removed could not be, and all else is gone: {what}")
+        return [*clearing.removed, *removed]
 
     def name(self, entry: Entry, name: str, *, pin: bool = False, ttl: float | None = None) -> Entry:
         """Point a name at an entry; a name points at one entry, the latest.
@@ -548,6 +594,8 @@ class CacheStore:
             if (stored := self.get(header.meta.key.hash)) is not None:
                 return stored
             header, published = self._write(draft)  # what was there continued an entry that is gone
+            if not published:
+                raise StoreWriteError("an entry of this key is there that continues one which cannot be used here")
         row = Row.from_header(header, b"".join(draft.chain))
         if self._batch is None:
             self._capacity.add(row)

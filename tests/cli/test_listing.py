@@ -1,7 +1,9 @@
 import json
 import re
+import shutil
 import time
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,7 +200,13 @@ def test_stats(store, kvkeep, tiny_llama, tmp_path):
     assert lines[5].startswith("tokens reused     178 in ")
 
 
-def test_init(kvkeep, tmp_path):
+def free(monkeypatch, nbytes):
+    usage = SimpleNamespace(total=2 * nbytes, used=nbytes, free=nbytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+def test_init(kvkeep, tmp_path, monkeypatch):
+    free(monkeypatch, 0)
     store = tmp_path / "store"
     first = kvkeep("init")
     assert (first.exit_code, first.stdout) == (0, "")
@@ -208,6 +216,29 @@ def test_init(kvkeep, tmp_path):
     again = kvkeep("init")
     assert (again.exit_code, again.stderr) == (0, f"{store} is a store already\n")
     assert (store / "warm.toml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "budget"), [(80 * 2**30, "40GiB"), (80 * 2**30 - 1, "39GiB"), (2**31 - 1, "1023MiB"), (2**21 - 1, None)]
+)
+def test_init_proposes_half_of_what_is_free_and_writes_nothing(kvkeep, tmp_path, monkeypatch, nbytes, budget):
+    free(monkeypatch, nbytes)
+    made, *proposed = kvkeep("init").stderr.splitlines()
+    assert made.startswith("made a store")
+    says = f"no budget: kvkeep init --max-bytes {budget} would use half of what is free"
+    assert proposed == ([] if budget is None else [says])
+    written = json.loads((tmp_path / "store" / "store.json").read_text())
+    assert written.get("max_bytes") is None
+    assert kvkeep("init").stderr == f"{tmp_path / 'store'} is a store already\n"
+    if budget is not None:  # what is proposed can be done
+        assert kvkeep("init", "--max-bytes", budget).exit_code == 0
+        written = json.loads((tmp_path / "store" / "store.json").read_text())
+        assert nbytes // 2 - 2**30 < written["max_bytes"] <= nbytes // 2
+
+
+def test_init_with_a_budget_proposes_none(kvkeep, monkeypatch):
+    free(monkeypatch, 80 * 2**30)
+    assert kvkeep("init", "--max-bytes", "1GiB").stderr.count("\n") == 1
 
 
 def test_init_shared(kvkeep, tmp_path):

@@ -71,3 +71,18 @@ def test_nobody_answers(store, kvkeep):
 
 def test_rm_of_nothing_is_a_wrong_request(store, kvkeep):
     assert kvkeep("rm", "--yes").exit_code == 2
+
+
+def test_rm_of_a_namespace(store, kvkeep, both):
+    assert kvkeep("rm", "one", "--namespace", "x").exit_code == 2
+    result = kvkeep("rm", "--namespace", "nobody", "--yes")
+    assert (result.exit_code, result.stderr) == (0, "removed 0 entries, 0 other files, 0 B\n")
+    result = kvkeep("rm", "--namespace", "", stdin="n\n")
+    assert result.exit_code == 1
+    assert "Remove all of the namespace '': 2 entries, 2 other files, " in result.stderr
+    assert left(store) == [("one",), ("two",)]
+    removed = json.loads(kvkeep("rm", "--namespace", "", "--yes", "--format", "json").stdout)
+    assert sorted((one["kind"], one["name"]) for one in removed) == sorted(
+        [("entry", entry.key) for entry in both] + [("name", "one"), ("name", "two")]
+    )
+    assert left(store) == []

@@ -108,3 +108,28 @@ def test_the_beginnings_that_prompts_share_are_stored_once(tmp_path: Path) -> No
         assert torch.equal(kv.generate(prompt, max_new_tokens=3, do_sample=False), plain)
     assert kv.warm_shared([[1] * 70, [2] * 70]) == []
     assert kv.warm_shared([]) == []
+
+
+def test_what_another_worker_said_meanwhile_is_not_lost(toy_tokenizer: Any, tmp_path: Path) -> None:
+    model = build("full")
+    kv = CacheStore(tmp_path / "store").bind(model, toy_tokenizer)
+    chat = kv.chat("mine", SYSTEM)
+    chat.send("and the end", **OPTIONS)
+    other = CacheStore(tmp_path / "store").bind(model, toy_tokenizer).chat("mine")
+    with pytest.raises(InvalidRequestError, match="continued elsewhere"):
+        chat.send("of it", **OPTIONS, on_report=lambda _report: other.send("of the other", **OPTIONS))
+    assert [one["content"] for one in other.messages if one["role"] == "user"] == ["and the end", "of the other"]
+    assert kv.chat("mine").messages == other.messages
+    assert chat.messages[-2]["content"] == "of it"
+    assert chat.fork().messages == chat.messages
+
+
+@pytest.mark.parametrize("name", ["full", "full, recurrent"])
+def test_a_store_that_is_full_costs_no_answer(name: str, toy_tokenizer: Any, tmp_path: Path) -> None:
+    model = build(name)
+    kv = CacheStore(tmp_path / "store", max_bytes=2000).bind(model, toy_tokenizer)
+    chat = kv.chat("mine", SYSTEM)
+    said = [*SYSTEM, {"role": "user", "content": "the end", "marks": (1, 2)}]
+    assert chat.send(said[-1], **OPTIONS) == control(model, toy_tokenizer, said)
+    assert chat.send("again", **OPTIONS)
+    assert kv.store.entries() == []

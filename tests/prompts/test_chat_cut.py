@@ -206,6 +206,11 @@ def test_gemma(gemma_tokenizer, conversation):
     assert CONVERSATIONS[conversation][0]["content"] in shown(gemma_tokenizer, prefix)
 
 
+def test_gemma_says_a_system_message_alone_in_the_user_turn(gemma_tokenizer):
+    text = shown(gemma_tokenizer, stable_prefix(gemma_tokenizer, [SYSTEM]))
+    assert text.startswith("<bos><start_of_turn>user\nAnswer in one word.\nBe kind.")
+
+
 def test_two_plain_next_turns_would_not_do(smollm2_tokenizer):
     """Why there are so many probes: with two, some texts break the cut."""
     prompts = [read_prompt(going_on([SYSTEM], text), smollm2_tokenizer).ids for text in ("Hello", "What is 2+2?")]

@@ -68,9 +68,9 @@ def command(
         emit_json(_to_json(done, dry_run))
     else:
         for removal in done.removed:
-            click.echo(f"{'would remove' if dry_run else 'removed'} {_line(removal)}")
+            click.echo(f"{'would remove' if dry_run else 'removed'} {removal_line(removal)}")
     for removal in done.failed:
-        say(f"could not remove {_line(removal)}")
+        say(f"could not remove {removal_line(removal)}")
     _say_what_was_done(done, dry_run)
     if done.limit is not None:
         raise StoreFullError(
@@ -89,7 +89,8 @@ def _say_what_was_done(done: Collection, dry_run: bool) -> None:
     say(f"{'would remove' if dry_run else 'removed'} {amount}; {human_size(done.used)}{limit} in use{mended}")
 
 
-def _line(removal: Removal) -> str:
+def removal_line(removal: Removal) -> str:
+    """A removal in a few words: what, how large and why."""
     name = removal.name[:SHORT_KEY] if removal.kind in ("entry", "lock") else removal.name
     size = "" if removal.kind == "lock" else f", {human_size(removal.nbytes)}"
     return f"{removal.kind} {name}{size}: {removal.reason}"
@@ -98,8 +99,8 @@ def _line(removal: Removal) -> str:
 def _to_json(done: Collection, dry_run: bool) -> dict[str, Any]:
     return {
         "dry_run": dry_run,
-        "removed": [_removal_to_json(removal) for removal in done.removed],
-        "failed": [_removal_to_json(removal) for removal in done.failed],
+        "removed": [removal_to_json(removal) for removal in done.removed],
+        "failed": [removal_to_json(removal) for removal in done.failed],
         "freed": done.freed,
         "indexed": done.indexed,
         "rows_dropped": done.dropped,
@@ -109,5 +110,6 @@ def _to_json(done: Collection, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _removal_to_json(removal: Removal) -> dict[str, object]:
+def removal_to_json(removal: Removal) -> dict[str, object]:
+    """A removal as JSON shows it."""
     return {"kind": removal.kind, "name": removal.name, "bytes": removal.nbytes, "reason": removal.reason}

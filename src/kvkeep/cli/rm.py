@@ -22,30 +22,47 @@ from kvkeep.cli.common import (
     say,
     store_option,
 )
+from kvkeep.cli.gc import removal_line, removal_to_json
 from kvkeep.errors import EntryInUseError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from kvkeep.collection import Removal
     from kvkeep.records import Entry
     from kvkeep.store import CacheStore
 
 
 @click.command("rm")
-@click.argument("wanted", metavar="KEY|NAME...", nargs=-1, required=True)
+@click.argument("wanted", metavar="[KEY|NAME...]", nargs=-1)
+@click.option("--namespace", metavar="NS", help="Remove all of this namespace instead ('' is the default one).")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @click.option("--cascade", is_flag=True, help="Remove the entries that continue them, too.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @format_option
 @store_option
 def command(
-    store: Path | None, wanted: tuple[str, ...], yes: bool, cascade: bool, dry_run: bool, format: Format
+    store: Path | None,
+    wanted: tuple[str, ...],
+    namespace: str | None,
+    yes: bool,
+    cascade: bool,
+    dry_run: bool,
+    format: Format,
 ) -> None:
     """Remove entries, given by key, the start of a key (four digits or more) or name, with the names that they have.
 
     If one of them is not there, nothing is removed; nor if others continue one of them, without --cascade: those could
     not be read without it. Whoever reads an entry at that moment reads it to the end.
 
+    With --namespace, all that is stored in a namespace goes, pinned or not: entries, names, damaged entries that were
+    set aside, conversations, and what the index and the counters tell of them.
+
     Example: kvkeep rm handbook 1f3a --dry-run
     """
+    if (namespace is None) == (not wanted):
+        raise InvalidRequestError("give keys or names of entries, or --namespace")
+    if namespace is not None:
+        _remove_namespace(store, namespace, yes=yes, dry_run=dry_run, format=format)
+        return
     opened = open_store(store, write=not dry_run)
     entries = _chosen(opened, wanted, cascade)
     amount = f"{entries_word(len(entries))}, {human_size(sum(entry.nbytes for entry in entries))}"
@@ -61,6 +78,26 @@ def command(
     if format == "json":
         emit_json([entry_to_json(entry) for entry in entries])
     say(f"would remove {amount}; nothing was removed" if dry_run else f"removed {amount}")
+
+
+def _remove_namespace(store: Path | None, namespace: str, *, yes: bool, dry_run: bool, format: Format) -> None:
+    opened = open_store(store, write=None if dry_run else True)
+    if not dry_run and not yes:
+        _ask(f"Remove all of the namespace {namespace!r}: {_amount(opened.remove_namespace(namespace, dry_run=True))}?")
+    removed = opened.remove_namespace(namespace, dry_run=dry_run)
+    if format == "json":
+        emit_json([removal_to_json(removal) for removal in removed])
+    else:
+        for removal in removed:
+            click.echo(f"{'would remove' if dry_run else 'removed'} {removal_line(removal)}")
+    amount = _amount(removed)
+    say(f"would remove {amount}; nothing was removed" if dry_run else f"removed {amount}")
+
+
+def _amount(removed: list[Removal]) -> str:
+    entries = sum(removal.kind == "entry" for removal in removed)
+    others = count(len(removed) - entries, "other file")
+    return f"{entries_word(entries)}, {others}, {human_size(sum(removal.nbytes for removal in removed))}"
 
 
 def _chosen(store: CacheStore, wanted: tuple[str, ...], cascade: bool) -> list[Entry]:

@@ -38,6 +38,11 @@ def model_folder(name: str) -> Path:
     return models_directory() / f"{name}-{CONVERTER_VERSION}-tf{version('transformers')}"
 
 
+def tokenizer_folder(name: str) -> Path:
+    """Returns where the tokenizer ``name`` belongs that came without a model, whether or not it is there."""
+    return models_directory() / f"{name}-tokenizer"
+
+
 def is_converted(folder: Path) -> bool:
     """Returns whether ``folder`` holds a whole converted model: folders appear complete or not at all."""
     return (folder / "config.json").is_file()

@@ -69,5 +69,18 @@ class Chats:
         """Forget what was said, not the entries; ``False`` if there was nothing."""
         return self._directory.remove(FOLDER, self._file(name))
 
+    def owns(self, file: str) -> bool:
+        """Whether a file in the folder, by its name there, is a conversation of this namespace.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it does not say whose it is.
+        """
+        try:
+            found = json.loads(self._directory.read(FOLDER, file, limit=_LIMIT))
+            return bool(found["namespace"] == self._namespace)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError("it does not say whose conversation it is; look at it, and remove it by hand") from None
+
     def _file(self, name: str) -> str:
         return digest_fields("kvkeep/chat/1", self._namespace.encode(), name.encode()).hex() + ".json"

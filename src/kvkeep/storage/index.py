@@ -11,6 +11,7 @@ and a file without a row is one that somebody is adding, or put there by hand.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+from kvkeep.errors import StoreWriteError
 from kvkeep.storage.entries import EntryFiles
 from kvkeep.storage.fs import Directory
 from kvkeep.storage.listing import HeaderReader, Listing
@@ -116,6 +118,25 @@ class Index:
                 self._renew(self._source)
             self._refresh()
 
+    def erase(self) -> None:
+        """Put a new index in the place of the one that is there, which still holds what was once in it.
+
+        Raises:
+            StoreWriteError: another process uses it all the time.
+        """
+        with self._lock:
+            self._opened = True
+            if not self._in_memory:
+                self.close()
+                self._source, self._retry_at = RowDatabase(self._directory), None
+                try:
+                    self._replace(self._source, "rows were removed for good", logging.DEBUG, always=True)
+                except (DamagedDatabaseError, UnusableDatabaseError) as error:
+                    raise StoreWriteError(
+                        errno.EBUSY, f"the index could not be made anew: {error}; try again"
+                    ) from error
+            self._refresh()
+
     def close(self) -> None:
         """Let go of open files; the next call opens them again."""
         with self._lock:
@@ -173,7 +194,7 @@ class Index:
                 return error
         return trouble or UnusableDatabaseError("others replace it again and again")
 
-    def _replace(self, database: RowDatabase, why: str, level: int = logging.WARNING) -> None:
+    def _replace(self, database: RowDatabase, why: str, level: int = logging.WARNING, *, always: bool = False) -> None:
         rows = {row.key: row for row in self._headers.rows(self._on_disk())}
         _log.log(level, "the index of %s is made anew from %d entries: %s", self._directory.root, len(rows), why)
 
@@ -183,7 +204,7 @@ class Index:
             yield from (row for key, row in rows.items() if key in keys)
             yield from self._headers.rows(keys - rows.keys())
 
-        database.replace(complete)
+        database.replace(complete, always=always)
 
     def _renew(self, database: RowDatabase) -> None:
         try:

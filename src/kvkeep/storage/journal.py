@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from kvkeep.records import GenerateReport
 from kvkeep.storage.fs import Directory
 
 _LINE_LIMIT = 16 << 20
+_KEY = re.compile(rb"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,25 @@ class Journal:
             uses[key] = Use(before.hits + use.hits, max(before.last, use.last))
         return uses
 
+    def forget(self, keys: Collection[str]) -> None:
+        """Blot out the keys of these entries in this process and in all files; sums of what happened stay.
+
+        Lines keep their length, so that others go on reading where they were.
+        """
+        for key in keys:
+            self._seen.uses.pop(key, None)
+        if self._writer is None:
+            return
+        self._writer.forget(keys)
+        self.flush()
+        wanted = {key.encode() for key in keys}
+        for name in self._directory.names("journal"):
+            with suppress(OSError):
+                lines = list(_lines(self._directory.open_read("journal", name)))
+                blotted = [_without(line, wanted) for line in lines]
+                if blotted != lines:
+                    self._directory.write_atomic("journal", name, data=b"".join(blotted))
+
     def totals(self) -> Totals:
         """The sums over this process and the files of all others. Lines that make no sense are passed over."""
         self.flush()
@@ -176,6 +197,11 @@ class _Writer:
     def unwritten(self) -> dict[str, Use]:
         with self._lock:
             return dict(self._batch.uses)
+
+    def forget(self, keys: Collection[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._batch.uses.pop(key, None)
 
     def flush(self) -> None:
         with self._lock:
@@ -250,6 +276,22 @@ def _natural(value: object) -> int:
     if type(value) is not int or value < 0:
         raise TypeError("not a natural number")
     return value
+
+
+def _without(line: bytes, keys: Collection[bytes]) -> bytes:
+    """A line without the uses of some entries, of the same length; blank if it makes no sense."""
+    if not any(key in keys for key in _KEY.findall(line)):
+        return line
+    content, end = line.removesuffix(b"\n"), b"\n" if line.endswith(b"\n") else b""
+    try:
+        source = json.loads(content)
+        source["uses"] = {key: use for key, use in source["uses"].items() if key.encode() not in keys}
+        left = canonical_json(source).encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        left = b""
+    if len(left) > len(content) or any(key in keys for key in _KEY.findall(left)):
+        left = b""
+    return left.ljust(len(content)) + end
 
 
 def _lines(fd: int, begin: int = 0) -> Iterator[bytes]:

@@ -128,16 +128,17 @@ class RowDatabase:
                     raise DamagedDatabaseError("a row in it cannot be found by its key")
             return dropped
 
-    def replace(self, rows: Callable[[], Iterable[Row]]) -> None:
+    def replace(self, rows: Callable[[], Iterable[Row]], *, always: bool = False) -> None:
         """Put a new database in the place of the one that was found damaged, unless another process has done so.
 
         Args:
             rows: gives its rows. It is called while no other process can write.
+            always: whatever is there, for it is not what it holds that is wrong, but what it once held.
         """
         with _translated(), self._locks.hold(_LOCK, timeout=_TIMEOUT) as alone:
             if not alone:
                 raise UnusableDatabaseError("another process has held its lock for too long")
-            if self._state() not in (None, self._condemned):
+            if not always and self._state() not in (None, self._condemned):
                 return
             self.close()
             self._cache = self._file = self._read_from = None
