@@ -77,7 +77,7 @@ def round_of(model: Any, path: Path, first: int, dice: random.Random) -> str:
     if dice.random() < 0.7:
         while not said.endswith(b"T"):
             said += os.read(reading, 1) or sys.exit("the child ended by itself")
-        time.sleep(dice.uniform(0, 0.008))
+        time.sleep(dice.uniform(0, 0.003))
     else:
         time.sleep(dice.uniform(0, 0.4))
     os.kill(child, signal.SIGKILL)
