@@ -151,8 +151,10 @@ def test_a_fuzzer_finds_nothing(tmp_path: Path, figures: list[str]) -> None:
     shutil.copytree(HERE / "entry_corpus", corpus)
     for number, (header, data) in enumerate(HEADERS):
         (corpus / f"header-{number}").write_bytes(data.to_bytes(2, "little") + header if data < 1 << 16 else header)
+    # Behind a shell: a process begins with the peak memory of the one that starts it, and the fuzzer looks at that.
+    shell = ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "fuzz_entries.py", str(corpus), "50"],
+        [*shell, sys.executable, "-W", "ignore", HERE / "fuzz_entries.py", str(corpus), "50"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
