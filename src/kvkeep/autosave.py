@@ -20,13 +20,14 @@ from kvkeep.errors import KvkeepError, StoreFullError, UnsupportedCacheError
 from kvkeep.inputs import Inputs
 from kvkeep.keys import TokenIds, common_prefix
 from kvkeep.layouts import plans_of
+from kvkeep.manner import manner_of
 from kvkeep.prefilling import warm
 from kvkeep.prefixes import uncut
-from kvkeep.records import Identity
+from kvkeep.proving import objection_of
 from kvkeep.served import Kept
 from kvkeep.settings import SaveMode
 from kvkeep.sharing import stored_alike
-from kvkeep.storing import Storing, describe_idle, plans_for
+from kvkeep.storing import Storing, chunk_for, describe_idle, plans_for
 
 _REMEMBERED = 256
 """Prompts of earlier calls that a new one is compared with."""
@@ -53,17 +54,19 @@ class AutoSave:
         """Whether anything is to be stored of calls in this mode; the bind's own where it is ``None``."""
         return (mode or self.mode) != "never"
 
-    def begin(self, inputs: Inputs, mode: SaveMode | None, way: str) -> Saving | Kept | None:
+    def begin(
+        self, inputs: Inputs, mode: SaveMode | None, way: str, *, chunked: bool = False, watched: bool = False
+    ) -> Saving | Kept | None:
         """Before a call of one sequence is served: what is to be stored when it has ended, or what was stored now."""
         mode = mode or self.mode
         if mode == "never":
             return None
         try:
-            return self._begin(inputs, mode, way)
+            return self._begin(inputs, mode, way, chunked, watched)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a store, the caller's work goes on
             return self.failed(error)
 
-    def _begin(self, inputs: Inputs, mode: SaveMode, way: str) -> Saving | Kept | None:
+    def _begin(self, inputs: Inputs, mode: SaveMode, way: str, chunked: bool, watched: bool) -> Saving | Kept | None:
         live = self._storing.live
         if inputs.encoder is not None:
             return Kept(reason="layout: what an encoder has part in is not stored by itself: warm it")
@@ -76,13 +79,17 @@ class AutoSave:
                 reason=f"short: {tokens} tokens, and fewer than {self._min_tokens} are not stored by themselves"
             )
         plans = plans_for(live, len(inputs))
+        cuttable = all(plan.plain and not plan.window for plan in plans)
         if mode == "turn":
             if way not in _FROM_CACHE:
                 return Kept(reason=f"mode: the cache that {way} leaves is not stored")
-            return Saving(self, inputs, live.current(), None)
-        cuttable = not any(plan.window or plan.snapshot for plan in plans)
+            if chunked and live.asked(manner_of).singly:  # later chunks do not see the state of those before
+                return Kept(reason="mode: the state that prefill_chunk_size leaves in this model is not stored")
+            if watched and not cuttable:
+                return Kept(reason="mode: code of the call may have edited ids, which is not checked for this layout")
+            return Saving(self, inputs, live.state(), None, checked=watched)
         if cuttable and way in _FROM_CACHE:
-            return Saving(self, inputs, live.current(), tokens)
+            return Saving(self, inputs, live.state(), tokens)
         self._storing.store.check_writable()
         return Kept(key=warm(self._storing, inputs.first(tokens), None).key)
 
@@ -123,8 +130,13 @@ class AutoSave:
         states = describe_idle(storing.live.model(), cache, cached, storing.live.asked(plans_of))
         states = [rows_until(state, tokens) for state in states] if tokens < cached else states
         key = storing.key(whole)
-        if key.identity != saving.identity:
+        if storing.live.state() is not saving.model:
             return Kept(reason="identity: the model was changed while it generated")
+        if saving.checked:
+            plans, chunk = plans_for(storing.live, tokens), chunk_for(storing.live, tokens)
+            objection = objection_of(storing.live.model(), whole, states, plans, (), chunk=chunk)
+            if objection is not None:
+                return Kept(reason=f"refused: ids were edited while it generated: {objection}")
         entry = storing.store.get(key.hash)
         if entry is None:
             entry = storing.put(key, whole, states, continues=stored_alike(storing, key, whole, states))
@@ -146,13 +158,16 @@ class Saving:
 
     Attributes:
         inputs: its prompt.
-        identity: what the model was when it began.
+        model: what the model was when it began.
         tokens: how many tokens of the prompt; ``None`` for all that its cache holds.
+        checked: whether code of the call could have edited ids that were fed before: then the model is asked.
     """
 
-    def __init__(self, keeper: AutoSave, inputs: Inputs, identity: Identity, tokens: int | None) -> None:
+    def __init__(
+        self, keeper: AutoSave, inputs: Inputs, model: object, tokens: int | None, *, checked: bool = False
+    ) -> None:
         self._keeper = keeper
-        self.inputs, self.identity, self.tokens = inputs, identity, tokens
+        self.inputs, self.model, self.tokens, self.checked = inputs, model, tokens, checked
 
     def end(self, cache: Any, sequences: Any, reused: int) -> Kept:
         """Store it, now that ``generate`` has returned these sequences with this cache."""

@@ -55,6 +55,15 @@ class Capacity:
 
     # --- storing ---
 
+    def check_fits(self, nbytes: int) -> None:
+        """Raise StoreFullError if an entry of at least so many bytes fits no budget, whatever is evicted for it."""
+        for name, limit in (("max_bytes", self.limits.max_bytes), ("quota", self.limits.quota)):
+            if limit is not None and nbytes > limit:
+                raise StoreFullError(
+                    f"the entry takes at least {nbytes:,} bytes, and {limit:,} are allowed ({name}): raise {name}, or "
+                    "store a shorter prefix"
+                )
+
     def admit(self, header: Header) -> None:
         """Make sure, before an entry is written, that it may be: it would stay, and the volume has room for it.
 

@@ -150,6 +150,16 @@ class Catalog:
             if not self._readonly:
                 self._index.discard(key)
 
+    def lost(self, key: str) -> None:
+        """Drop the row of an entry whose file was not there, unless it is again: who evicts may put it back."""
+        if self._readonly:
+            self.forget(key)
+            return
+        with self._mutex:
+            self.exchange(None, lambda rows: [key] if key in rows and not self._files.is_there(key) else [])
+            if not self._files.is_there(key):
+                self._prefixes.discard(key)
+
     def renew(self) -> None:
         """Make the index anew, so that no file of it holds rows that were removed.
 
@@ -316,7 +326,7 @@ class Catalog:
                 with self._files.open(row.key) as file:
                     stored = file.read_ids().int32
             except FileNotFoundError:
-                self.forget(row.key)
+                self.lost(row.key)
                 return None
             except EntryDamagedError as error:
                 self.damaged(row.key, error)

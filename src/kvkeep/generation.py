@@ -27,6 +27,9 @@ from kvkeep.records import GenerateReport, Match
 from kvkeep.served import Kept, Pending, Served, Source, miss
 from kvkeep.settings import SaveMode
 
+_SEE_IDS = ("logits_processor", "stopping_criteria", "streamer", "custom_generate")
+"""Arguments by which code of the caller sees the ids while they are generated, and could edit them."""
+
 _CACHE_GIVEN = "cache_given: the call brings a cache of its own"
 
 
@@ -223,7 +226,10 @@ class Call:
             return
         self.inputs, self.cache = inputs, cache
         if self.source.keeper is not None and self.ranks is None:
-            self.kept = self.source.keeper.begin(inputs, self.save, str(getattr(mode, "value", mode)))
+            way = str(getattr(mode, "value", mode))
+            self.kept = self.source.keeper.begin(
+                inputs, self.save, way, chunked=self.chunked, watched=any(map(self.arguments.get, _SEE_IDS))
+            )
         new = max(1, int(getattr(generation_config, "max_length", None) or 0) - len(inputs))
         room = 0 if self.drafts else new  # drafts are cropped: no room
         served, apart = self._fill_agreed(cache, inputs, room)

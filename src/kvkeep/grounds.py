@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvkeep.capacity import Capacity
+from kvkeep.catalog import Catalog
 from kvkeep.matching import joined_trims, usable
 from kvkeep.storage.entry_chain import MAX_LINKS
+from kvkeep.storage.refs import Refs
 from kvkeep.storage.rows import Row
 
 MIN_SHARED = 64
@@ -73,3 +76,21 @@ def outdated(rows: Mapping[str, Row], keys: Sequence[str], lineage: Sequence[Row
         if not old.snapshots and usable(trims, new.snapshots, new.end, old.end, old.end)[0] == old.end:
             found.append(key)
     return found
+
+
+def supersede(catalog: Catalog, capacity: Capacity, refs: Refs, key: str, others: Sequence[str]) -> None:
+    """Remove those of some entries, children first, that the one with this key makes superfluous.
+
+    One that has a name stays, and so does one that another entry continues.
+    """
+    lineage = catalog.lineage(key)
+
+    def named() -> set[str]:
+        return {ref.key for ref in refs.all()}
+
+    def choose(rows: Mapping[str, Row]) -> list[str]:
+        names = named()
+        return outdated(rows, [other for other in others if other not in names], lineage)
+
+    if lineage:
+        capacity.evict(choose, named)

@@ -90,6 +90,11 @@ class LiveIdentity:
                 known = self._known = self._hash() if known is None else self._again(known, known)
             return known.identity
 
+    def state(self) -> object:
+        """What the model is now, by object identity: another one after each change, after one undone, too."""
+        self.current()
+        return self._known
+
     def length_rule(self) -> LengthRule | None:
         """How the frequencies of the model, as it was last hashed, depend on the length."""
         return None if self._known is None else self._known.length_rule

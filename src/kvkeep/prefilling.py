@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvkeep import compat
@@ -13,7 +13,7 @@ from kvkeep.errors import UnsupportedRequestError
 from kvkeep.grounds import MIN_SHARED
 from kvkeep.guard import prove
 from kvkeep.inputs import Inputs
-from kvkeep.layouts import describe_kept, keeping_cache
+from kvkeep.layouts import LayerPlan, describe_kept, keeping_cache
 from kvkeep.manner import manner_of
 from kvkeep.prefill import prefill, with_encoder
 from kvkeep.prefixes import uncut
@@ -112,14 +112,16 @@ def _prefill(
     slack = SLACK + (total - min(cuts) if cuts else 0)
     boundaries = Boundaries(plans, cuts if holds_state(live) else ())
     stored = _stored_beginning(storing, inputs) if alone else None
+    begin = 0 if stored is None else stored[1].tokens
+    calls = {**_early_look(storing, plans, inputs, chunk, begin), **boundaries.calls}
     if stored is None:
-        cache, shared = prefill(model, inputs, chunk=chunk, boundaries=boundaries.calls, progress=report), None
+        cache, shared = prefill(model, inputs, chunk=chunk, boundaries=calls, progress=report), None
         states, cross = prefilled_states(cache, plans, total, slack=slack)
     else:
-        (cache, shared), calls = stored, boundaries.calls
-        prefill(model, inputs, chunk=chunk, cache=cache, begin=stored[1].tokens, boundaries=calls, progress=report)
+        cache, shared = stored
+        prefill(model, inputs, chunk=chunk, cache=cache, begin=begin, boundaries=calls, progress=report)
         states, cross = describe_kept(cache, plans, total, slack=slack), []
-    store.journal.prefilled(total - (shared.tokens if shared else 0), time.perf_counter() - began)
+    store.journal.prefilled(total - begin, time.perf_counter() - began)
     del cache, stored
     storing.check_unchanged(key)  # a changed model goes on otherwise, too
     check_end(live, inputs, states, plans, cross)
@@ -128,6 +130,24 @@ def _prefill(
     for cut, (start, rows) in boundaries.found.items():
         storing.put_boundary(inputs.first(cut), rows, entry, start)
     return entry
+
+
+def _early_look(
+    storing: Storing, plans: Sequence[LayerPlan], inputs: Inputs, chunk: int, begin: int
+) -> dict[int, Callable[[Any], None]]:
+    """What to call after the first of several passes: it raises StoreFullError where the entry will fit no budget.
+
+    Counted are the rows of full layers that are new, by those that are there: the entry has at least these.
+    """
+    first, total = begin + chunk, len(inputs)
+
+    def look(cache: Any) -> None:
+        layers = zip(compat.decoder_part(cache).layers, plans, strict=False)
+        full = [layer for layer, plan in layers if plan.plain and not plan.window]
+        rows = sum(layer.keys.nbytes + layer.values.nbytes for layer in full)
+        storing.store.check_fits(rows * (total - begin) // first)
+
+    return {first: look} if first < total and not inputs.media else {}
 
 
 def _stored_beginning(storing: Storing, inputs: Inputs) -> tuple[Any, Shared] | None:

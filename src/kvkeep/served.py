@@ -78,7 +78,9 @@ class Keeper(Protocol):
     def wants(self, mode: SaveMode | None) -> bool:
         """Whether anything is to be stored of calls in this mode; the bind's own where it is ``None``."""
 
-    def begin(self, inputs: Inputs, mode: SaveMode | None, way: str) -> Pending | Kept | None:
+    def begin(
+        self, inputs: Inputs, mode: SaveMode | None, way: str, *, chunked: bool = False, watched: bool = False
+    ) -> Pending | Kept | None:
         """Before a call of one sequence is served: what is to be stored when it has ended, or what was stored now."""
 
 

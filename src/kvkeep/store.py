@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from kvkeep.errors import (
     StoreWriteError,
 )
 from kvkeep.eviction import EvictionPolicy, PolicyName, policy_of
-from kvkeep.grounds import MIN_SHARED, WHOLE, Ground, ground_on, outdated
+from kvkeep.grounds import MIN_SHARED, WHOLE, Ground, ground_on, supersede
 from kvkeep.keys import TokenIds, namespace_digest
 from kvkeep.matching import best_of
 from kvkeep.prefixes import Prefix, before_tokens, shared_with_media
@@ -185,9 +186,12 @@ class CacheStore:
             ),
             policy=policy,
         )
+        self._supersede = partial(supersede, self._catalog, self._capacity, self._refs)
         self._batch: Batch | None = None
         if durability == "batch" and not readonly:
-            self._batch = Batch(self._files, add=self._capacity.add, forget=self._catalog.forget)
+            self._batch = Batch(
+                self._files, add=self._capacity.add, forget=self._catalog.forget, supersede=self._supersede
+            )
             weakref.finalize(self, self._batch.flush_quietly)  # also at exit, while the directory is still open
 
     def __repr__(self) -> str:
@@ -480,6 +484,10 @@ class CacheStore:
         if self.readonly:
             raise StoreReadOnlyError(f"the store {self.path} was opened read-only")
 
+    def check_fits(self, nbytes: int) -> None:
+        """Raise StoreFullError if an entry of at least so many bytes fits no budget, whatever is evicted for it."""
+        self._capacity.check_fits(nbytes)
+
     def _names(self) -> dict[str, tuple[str, ...]]:
         names: dict[str, tuple[str, ...]] = {}
         for ref in self._refs.all():
@@ -550,7 +558,7 @@ class CacheStore:
                     use(file, match.tokens)
                 return replace(match, reason=trouble or match.reason)
             except FileNotFoundError:
-                self._catalog.forget(place.key)
+                self._catalog.lost(place.key)
             except EntryDamagedError as error:
                 trouble = f"{_code(error)}: {error.reason}"
                 self._catalog.damaged(place.key, error, place.file)
@@ -594,6 +602,9 @@ class CacheStore:
             if (stored := self.get(header.meta.key.hash)) is not None:
                 return stored
             header, published = self._write(draft)  # what was there continued an entry that is gone
+            if not published and header.meta.parent != draft.meta.parent:  # or one that others trust: it makes way, too
+                self._files.quarantine(header.meta.key.hash, f"it continues {header.meta.parent}, which is of no use")
+                header, published = self._write(draft)
             if not published:
                 raise StoreWriteError("an entry of this key is there that continues one which cannot be used here")
         row = Row.from_header(header, b"".join(draft.chain))
@@ -630,14 +641,9 @@ class CacheStore:
             return WHOLE
 
     def supersede(self, entry: Entry, keys: Sequence[str]) -> None:
-        """Remove those of some entries that a new one makes superfluous. One that has a name stays."""
-        lineage = self._catalog.lineage(entry.key)
-        if keys and lineage:
-            self._capacity.evict(lambda rows: outdated(rows, self._unnamed(keys), lineage), lambda: set(self._names()))
-
-    def _unnamed(self, keys: Sequence[str]) -> list[str]:
-        names = self._names()
-        return [key for key in keys if key not in names]
+        """Remove those of some entries that a new one makes superfluous, once it is durable. A named one stays."""
+        if keys and (self._batch is None or not self._batch.replaces(entry.key, keys)):
+            self._supersede(entry.key, keys)
 
     def _write(self, draft: Draft) -> tuple[Header, bool]:
         """Write an entry's file; where the volume is found full, evict once and try once more."""

@@ -10,8 +10,8 @@ import torch
 from matrix_layouts import LAYOUTS, build
 from tiny_models import VOCABULARY
 
-from kvkeep import CacheStore, compat
-from kvkeep.errors import InvalidRequestError
+from kvkeep import CacheStore, compat, storing
+from kvkeep.errors import InvalidRequestError, StoreFullError
 
 LENGTH, EVERY = 300, 80
 BOUNDARIES = (80, 160, 240)
@@ -127,3 +127,19 @@ def test_what_is_no_number_of_tokens_is_refused(tmp_path: Path) -> None:
     kv = CacheStore(tmp_path / "store").bind(build("full"))
     with pytest.raises(InvalidRequestError, match="checkpoint_every"):
         kv.warm([1, 2, 3], checkpoint_every=0)
+
+
+def test_what_fits_no_budget_is_refused_after_the_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "CHUNK", 32)
+    model, passes = build("full"), list[int]()
+    whole = CacheStore(tmp_path / "one").bind(model).warm(ids(1, LENGTH)).nbytes
+    kv = CacheStore(tmp_path / "two", max_bytes=whole // 2).bind(model)
+    with pytest.raises(StoreFullError, match="max_bytes"):
+        kv.warm(ids(1, LENGTH), progress=lambda done, _total: passes.append(done))
+    assert passes == []
+    with pytest.raises(StoreFullError, match="quota"):
+        CacheStore(tmp_path / "three", quota=whole // 2).bind(model).warm(ids(1, LENGTH))
+    assert CacheStore(tmp_path / "four", max_bytes=whole).bind(model).warm(ids(1, LENGTH)).nbytes == whole
+    # What is there already costs nothing: the rest fits.
+    first = kv.warm(ids(1, LENGTH)[:, :100])
+    assert kv.warm(ids(1, LENGTH)[:, :130]).parent == first.key

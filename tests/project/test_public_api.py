@@ -39,7 +39,7 @@ def test_the_names() -> None:
     ]
     assert all(getattr(kvkeep, name) is not None for name in kvkeep.__all__)
     bound = "attach attached chat detach explain generate identity load lookup prepare refresh save"
-    store = "bind check_writable descendants entries entry failed find flush gc get ground header locked"
+    store = "bind check_fits check_writable descendants entries entry failed find flush gc get ground header locked"
     store += " name nearby put read_ids recorded_by_stranger refute remove remove_namespace serve supersede verify"
     assert public(kvkeep.BoundStore) == [*bound.split(), "to_legacy", "warm", "warm_shared"]
     assert public(kvkeep.CacheStore) == store.split()

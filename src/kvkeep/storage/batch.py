@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvkeep.errors import StoreError
 from kvkeep.forks import renew_after_fork
@@ -32,12 +32,21 @@ class Batch:
         files: the entries.
         add: adds the row of a durable entry; may raise ``OSError`` if it cannot stay.
         forget: drops what is known of an entry that could not be made durable, whose file is gone.
+        supersede: removes what a durable entry, given by its key, makes superfluous of other entries.
     """
 
-    def __init__(self, files: EntryFiles, *, add: Callable[[Row], None], forget: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        files: EntryFiles,
+        *,
+        add: Callable[[Row], None],
+        forget: Callable[[str], None],
+        supersede: Callable[[str, Sequence[str]], None],
+    ) -> None:
         self._files = files
         self._add = add
         self._forget = forget
+        self._supersede = supersede
         self.after_fork()
         renew_after_fork(self)
 
@@ -45,6 +54,7 @@ class Batch:
         """Begin empty."""
         self._lock = threading.RLock()
         self._rows: dict[str, Row] = {}
+        self._replaced: dict[str, Sequence[str]] = {}
         self._since = 0.0
         self._owner = os.getpid()
 
@@ -58,16 +68,26 @@ class Batch:
             if full or time.monotonic() - self._since >= SECONDS:
                 self.flush_quietly()
 
+    def replaces(self, key: str, others: Sequence[str]) -> bool:
+        """Have other entries superseded once a waiting one is durable; ``False`` if it does not wait."""
+        with self._lock:
+            if key not in self._rows:
+                return False
+            self._replaced[key] = others
+            return True
+
     def drop(self, key: str) -> None:
         """Leave out an entry that is removed."""
         with self._lock:
             self._rows.pop(key, None)
+            self._replaced.pop(key, None)
 
     def flush(self) -> None:
         """Make all of it durable, then add the rows. Raises the first ``OSError`` when it has done what it could."""
         trouble: OSError | None = None
         with self._lock:
             rows, self._rows = self._rows, {}
+            replaced, self._replaced = self._replaced, {}
             failed = self._files.make_durable(rows) if rows else {}
             for key, row in rows.items():
                 error = failed.get(key)
@@ -75,13 +95,23 @@ class Batch:
                 try:
                     if error is None:
                         self._add(row)
-                    else:
+                        if row.parent is not None and not self._files.is_there(row.parent):
+                            error, gone = FileNotFoundError("what it continues is gone"), True
+                            self._files.remove(key)
+                    if error is not None:
                         self._forget(key)
+                        replaced.pop(key, None)
                 except OSError as raised:
                     error = raised
+                    replaced.pop(key, None)
                 if error is not None and not gone:
                     _log.warning("entry %s was not kept: %s", key, error)
                     trouble = trouble or error
+            for key, others in replaced.items():
+                try:
+                    self._supersede(key, others)
+                except (OSError, StoreError) as error:  # nothing is lost by it
+                    _log.warning("what entry %s replaces was not removed: %s", key, error)
         if trouble is not None:
             raise trouble
 

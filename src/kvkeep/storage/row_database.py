@@ -266,6 +266,7 @@ class RowDatabase:
                 raise
         self._version = None
         self._reader, self._closer = reader, weakref.finalize(self, reader.close)
+        self._closer.atexit = False  # what a batch holds is written then
         return reader
 
 
