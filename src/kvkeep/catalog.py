@@ -153,7 +153,8 @@ class Catalog:
     def lost(self, key: str) -> None:
         """Drop the row of an entry whose file was not there, unless it is again: who evicts may put it back."""
         if self._readonly:
-            self.forget(key)
+            if not self._files.is_there(key):
+                self.forget(key)
             return
         with self._mutex:
             self.exchange(None, lambda rows: [key] if key in rows and not self._files.is_there(key) else [])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -411,6 +412,7 @@ def test_two_processes_that_store_one_conversation_leave_it_whole(tmp_path: Path
     assert [worker.returncode for worker in workers] == [0, 0], said
     assert not [errors for errors in said if errors], "what went wrong was told"
     store = CacheStore(tmp_path, min_free=0)
+    time.sleep(1.1)  # so often a read-only store looks for what others have stored
     assert served(store, [*ids, 9])[0] == served(reader, [*ids, 9])[0] == len(ids)
     assert all(store.verify(one.key) is None for one in store.entries())
     assert not list((tmp_path / "quarantine").glob("*"))
