@@ -613,9 +613,8 @@ class CacheStore:
         else:
             self._catalog.hold(row)
             self._batch.put(row)
-        if row.parent is not None and not self._files.is_there(
-            row.parent
-        ):  # asked last, as who evicts does the reverse
+        # Asked when the row is there, as whoever evicts does the reverse.
+        if row.parent is not None and not self._files.is_there(row.parent):
             self._remove(row.key)
             raise EntryNotFoundError(f"the entry {row.parent} that this one was to continue is gone")
         if published:
