@@ -231,6 +231,8 @@ class Capacity:
                     self._files.discard(name)
                 except OSError as error:  # a collection will find it
                     log.warning("kvkeep: the evicted entry %s is left in tmp: %s", row.key, error)
+        for row in gone:
+            self._catalog.removed(row.key)
         return gone
 
     def _take_away(self, key: str) -> str | None:

@@ -137,10 +137,12 @@ class Catalog:
             self._index.hold(row)
             self._prefixes.add(row)
 
-    def learn(self, row: Row) -> None:
-        """Take note of an entry that was found on disk before its row."""
+    def found(self, row: Row) -> Row | None:
+        """Add the row of an entry that was found on disk without one; ``None`` if its file has gone meanwhile."""
         with self._mutex:
-            self._prefixes.add(row)
+            self._index.found(row)
+            self._refresh()
+            return self._prefixes.get(row.key)
 
     def forget(self, key: str) -> None:
         """Drop the row of an entry whose file is gone or about to go."""
@@ -160,6 +162,11 @@ class Catalog:
             self.exchange(None, lambda rows: [key] if key in rows and not self._files.is_there(key) else [])
             if not self._files.is_there(key):
                 self._prefixes.discard(key)
+
+    def removed(self, key: str) -> None:
+        """After an entry's file was removed: drop the row that somebody may just have made of it."""
+        if self.row(key) is not None:
+            self.lost(key)
 
     def renew(self) -> None:
         """Make the index anew, so that no file of it holds rows that were removed.

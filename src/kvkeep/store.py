@@ -311,9 +311,8 @@ class CacheStore:
             with self._files.open(key) as file:
                 row = self._catalog.row(key)
                 if row is None:
-                    row = Row.from_header(file.header, b"".join(file.read_chain()))
-                    self._catalog.learn(row)
-                return row, file.header.meta
+                    row = self._catalog.found(Row.from_header(file.header, b"".join(file.read_chain())))
+                return None if row is None else (row, file.header.meta)
         except FileNotFoundError:
             return None
         except EntryDamagedError as error:
@@ -382,7 +381,9 @@ class CacheStore:
         if self._batch is not None:
             self._batch.drop(key)
         self._catalog.forget(key)
-        return self._files.remove(key)
+        there = self._files.remove(key)
+        self._catalog.removed(key)
+        return there
 
     def remove_namespace(self, namespace: str | None = None, *, dry_run: bool = False) -> list[Removal]:
         """Remove all that is stored in a namespace, pinned or not, and what tells of it.

@@ -41,7 +41,7 @@ def _work(path: str, number: int, operations: int, barrier: Any, queue: Any) -> 
 
 
 @pytest.mark.requirement("R23", part=True)
-@pytest.mark.parametrize("operations", [100])
+@pytest.mark.parametrize("operations", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_index_is_sound_after_thousands_of_operations_in_each_of_eight_processes(
     tmp_path: Path, operations: int, figures: list[str]
 ) -> None:

@@ -17,7 +17,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 from kvkeep.errors import StoreWriteError
 from kvkeep.storage.entries import EntryFiles
@@ -74,6 +75,13 @@ class Index:
         with self._lock:
             self._apply({row.key: row})
 
+    def found(self, row: Row) -> None:
+        """Add the row of an entry whose file was found without one, where nobody is going to add it any more, too."""
+        with self._lock:
+            self._open()
+            self._write_found({row.key: row})
+            self._answered = False
+
     def hold(self, row: Row) -> None:
         """Let this process find an entry whose row is not to be written yet, until it is added or discarded."""
         with self._lock:
@@ -101,8 +109,7 @@ class Index:
             self._refresh()
             keys = self._headers.keys() - self._known().keys()
             found = {row.key: row for row in self._headers.rows(key for key in keys if ripe(key))}
-            if found:
-                self._apply(dict(found))
+            self._write_found(found)
             return sorted(found)
 
     def rebuild(self) -> None:
@@ -186,7 +193,7 @@ class Index:
                     self._reconcile(database)
                     continue  # and see that it is still this one
                 if self._unwritten:
-                    self._apply({})
+                    self._write({})
                 return None
             except DamagedDatabaseError as error:
                 trouble = error
@@ -219,22 +226,40 @@ class Index:
 
     def _reconcile(self, database: RowDatabase) -> None:
         """Add rows for files that have none, and drop rows whose file is gone."""
-        on_disk = self._on_disk()
-        changes: dict[str, Row | None] = {row.key: row for row in self._headers.rows(on_disk - database.rows.keys())}
-        changes.update((key, None) for key in database.rows.keys() - on_disk if not self._headers.is_there(key))
-        if changes:
-            self._apply(changes)
+        on_disk, known = self._on_disk(), database.rows.keys()
+        found = {row.key: row for row in self._headers.rows(on_disk - known)}
+        self._write_found(found, {key for key in known - on_disk if not self._headers.is_there(key)})
+
+    def _write_found(self, found: Mapping[str, Row], missed: Collection[str] = ()) -> None:
+        """Add rows made of files, and drop those of files that were missed, though others come and go at this moment.
+
+        Whoever adds a file adds its row afterwards, and whoever removes one looks for its row once more afterwards. So
+        files are looked at again while nobody can write rows, and, when those that are new can be seen, once more.
+        """
+        if found or missed:
+            self._write(dict(found), partial(self._without_file, missed) if missed else None)
+        if gone := self._without_file(found, found):
+            self._write({}, partial(self._without_file, gone))
+
+    def _without_file(self, keys: Iterable[str], rows: Mapping[str, Row]) -> list[str]:
+        return [key for key in keys if key in rows and not self._headers.is_there(key)]
 
     def _apply(self, changes: dict[str, Row | None], choose: Choose | None = None) -> list[Row]:
+        if not self._opened or choose is not None:  # what is to be chosen from may be needed in memory
+            self._open()
+        return self._write(changes, choose)
+
+    def _open(self) -> None:
+        try:
+            self._refresh()
+        except OSError as error:
+            _log.warning("the entries of %s cannot be listed: %s", self._directory.root, error)
+
+    def _write(self, changes: dict[str, Row | None], choose: Choose | None = None) -> list[Row]:
         """Write changes, and those that could not be written before; what fails again is kept in memory.
 
         Then ``choose`` is asked of what is known here, for a full disk is where room is wanted most.
         """
-        if not self._opened or choose is not None:
-            try:
-                self._refresh()
-            except OSError as error:
-                _log.warning("the entries of %s cannot be listed: %s", self._directory.root, error)
         self._unwritten.update(changes)
         for key in changes:
             self._held.pop(key, None)
