@@ -38,7 +38,6 @@ _FIRST_READ = 16 << 10
 _SCRATCH = 8 << 20
 _ZEROS = bytes(CHUNK)
 _EMPTY = memoryview(b"")
-_NO_LIMIT = 1 << 62
 
 Rows = Mapping[str, Sequence[memoryview]]
 
@@ -282,9 +281,12 @@ class EntryFile:
         return frozenset(unit for unit in units if self._verify == "always" or not self._found_right[unit])
 
     def _run(self, pieces: Iterable[Piece], units: frozenset[int]) -> None:
-        """Read the pieces, neighbours at once, and compare the digests of the given units."""
+        """Read the pieces, neighbours at once, and compare the digests of the given units.
+
+        Not too many at once: the system then reads ahead while what was read is copied.
+        """
         states = {unit: UnitDigest(strong=self._keys is not None) for unit in units}
-        for group in neighbours(pieces, CHUNK if units else _NO_LIMIT):
+        for group in neighbours(pieces, CHUNK):
             views = [piece.view for piece in group]
             if read_at(self._fd, group[0].offset, views) != sum(map(len, views)):
                 raise EntryDamagedError("the file ends early")
