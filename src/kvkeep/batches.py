@@ -77,7 +77,8 @@ def fill_batch(
         reason = missed[0].reason if missed else None
         reused = sum(found[first][0].held for first in places if first)
         states = any(part.snapshots for part in parts)
-        match = replace(parts[-1].match, reason=reason)
+        resident = all(part.match.resident for part in parts)
+        match = replace(parts[-1].match, reason=reason, resident=resident)
         return Served(match, held, held, snapshots=states, reused=reused, parts=parts)
     if missed:
         return Served(missed[0])

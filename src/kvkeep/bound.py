@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from kvkeep import compat, prefilling, saving
+from kvkeep import compat, prefilling, preloading, saving
 from kvkeep.attachment import attachment_of, reached
 from kvkeep.autosave import AutoSave
 from kvkeep.boundaries import holds_state
@@ -34,7 +34,7 @@ from kvkeep.prompts import Templating
 from kvkeep.reader import PromptReader
 from kvkeep.records import Entry, Explanation, GenerateReport, Identity, Match
 from kvkeep.refusals import refuse, refuse_prompt
-from kvkeep.serving import Serving
+from kvkeep.serving import Serving, StoredLayers
 from kvkeep.settings import SaveMode, check_save
 from kvkeep.shared_prefixes import shared_prefixes
 from kvkeep.storing import Storing, describe_idle
@@ -319,6 +319,52 @@ class BoundStore:
             if progress is not None:
                 progress(done, len(found))
         return entries
+
+    def preload(
+        self,
+        prompts: Any,
+        *,
+        device: Any = None,
+        max_bytes: int | str | None = None,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Entry]:
+        """Read stored prefixes into memory, at process start: what is generated from them then reads nothing from disk.
+
+        They are handed out without a copy, to any number of calls and threads; whoever writes into what it was given
+        gets a copy first. Layers that are written in place (static ones, recurrent state) cost a copy of what they
+        hold. All that goes for entries on disk goes for them: ids are compared, one token is computed again, a model
+        that has changed is not served, and what is removed from the store is let go. A longer prefix on disk is
+        preferred. ``store.resident()`` shows what is held; all binds of the store share it.
+
+        Args:
+            prompts: a list of names or keys of entries, and of prompts as :meth:`generate` takes them, of which the
+                longest stored prefix is taken. A text is a name, if there is such a name.
+            device: where to hold them; where the model keeps each layer by default. From another device than the
+                model's, a hand-out costs a copy to there.
+            max_bytes: what all that the store holds in memory may take, from now on, in bytes or as ``"2GiB"``: what
+                was unused for the longest time makes way. Unlimited, if it was never given.
+            tools: for the chat template, as are ``documents`` and ``chat_template_kwargs``.
+
+        Returns:
+            The entries that are held now, in this order.
+
+        Raises:
+            EntryNotFoundError: one is not stored, or not for this model. Nothing was read then.
+            EntryDamagedError: one is not what was stored; it was set aside.
+            InvalidRequestError: one takes more than ``max_bytes``, or there is no such device.
+        """
+
+        def lookup(prompt: Any) -> Match:
+            inputs, _ = self._reader.prefix(
+                prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+            )
+            return self._serving.lookup(inputs)
+
+        return preloading.preload(
+            self.store, self._live, prompts, lookup, StoredLayers, device=device, max_bytes=max_bytes
+        )
 
     @overload
     def save(self, cache: Any, input_ids: Any, *, name: str | None = None, guard: bool | None = None) -> Entry: ...

@@ -85,6 +85,11 @@ class Catalog:
             row = self._prefixes.get(key)
             return [] if row is None else self._prefixes.lineage(row)
 
+    def is_current(self, lineage: Sequence[Row]) -> bool:
+        """Whether an entry and what it continues are still as these rows say, and none of them was found bad."""
+        with self._mutex:
+            return self.lineage(lineage[0].key) == [*lineage] and self._why_bad(lineage) is None
+
     def add(self, row: Row) -> None:
         """Add the row of an entry whose file was just published."""
         with self._mutex:
@@ -230,6 +235,7 @@ class Catalog:
         *,
         obstacle: Obstacle | None = None,
         form: str = "exact",
+        above: int = 0,
     ) -> tuple[int, Row | None, str | None]:
         """The most leading tokens of a prompt that one entry has and can be trimmed to, at most ``limit``.
 
@@ -240,6 +246,7 @@ class Catalog:
             limit: how many tokens it can use at most.
             obstacle: says why so many tokens of an entry cannot be used all the same, or ``None`` if they can.
             form: how the entry must be stored.
+            above: how many tokens are there already: an entry that gives no more is none.
 
         Returns:
             The tokens, the entry's row, and why it is not more; (0, None, reason) on a miss.
@@ -247,7 +254,7 @@ class Catalog:
         if limit < 1:
             return 0, None, "short: a prompt of one token has nothing to reuse"
         chain = prefix.chain(namespace)
-        tokens, best, trouble = 0, None, None
+        tokens, best, trouble = above, None, None
         with self._mutex:
             self._refresh()
             for shared, rows in self._prefixes.candidates(identity, namespace.hex(), prefix, chain, form=form):
@@ -266,9 +273,11 @@ class Catalog:
                         tokens, best = fits, link
                 if tokens >= shared:  # rows that share fewer blocks cannot share more tokens than this
                     break
+            if best is None and above:
+                return 0, None, None
             if best is None:
                 return 0, None, trouble or self._explain_miss(identity, namespace, prefix, chain)
-        return tokens, best, _why_no_more(best, prefix, tokens, min(best.end, limit))
+        return tokens, best, why_no_more(best, prefix, tokens, min(best.end, limit))
 
     def _fit(
         self, lineage: Sequence[Row], prefix: Prefix, limit: int, obstacle: Obstacle | None
@@ -359,7 +368,7 @@ class Catalog:
         return "prefix: no stored prefix starts like this prompt"
 
 
-def _why_no_more(row: Row, prefix: Prefix, tokens: int, hoped: int) -> str | None:
+def why_no_more(row: Row, prefix: Prefix, tokens: int, hoped: int) -> str | None:
     """Why a prompt can use fewer tokens of an entry than both have, or ``None`` if it uses them all."""
     if tokens == hoped:
         return None

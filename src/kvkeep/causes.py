@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from kvkeep.chat import with_clock
 from kvkeep.errors import InvalidRequestError
 from kvkeep.keys import TokenIds, common_prefix
 from kvkeep.prompts import ChatTemplate, Message, read_ids
@@ -22,14 +23,17 @@ _REACH = 8
 _LINE = 16
 """Characters of a line that is no chance when it stands elsewhere, too."""
 
+_SYSTEM = ("system", "developer")
+
 _THINKING = re.compile(
     r"(<(?P<tag>\w*think\w*|reasoning)>.*?</(?P=tag)>|\[THINK\].*?\[/THINK\]|<\|channel\|>analysis.*?<\|end\|>)\s*",
     re.DOTALL,
 )
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
 _DATE = re.compile(
-    rf"\d{{1,2}} {_MONTH} \d{{4}}|{_MONTH} \d{{1,2}},? \d{{4}}|\d{{4}}-\d\d-\d\d|\d{{1,2}}[/.]\d{{1,2}}[/.]\d{{4}}"
-    r"|\d{1,2}:\d\d(?::\d\d)?"
+    rf"(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*,? )?(?:{_DAY} {_MONTH},? \d{{4}}|{_MONTH} {_DAY},? \d{{4}})"
+    r"|\d{4}([-/])\d\d\1\d\d|\d{1,2}[/.]\d{1,2}[/.]\d{4}|\d{1,2}:\d\d(?::\d\d)?"
 )
 
 
@@ -91,10 +95,11 @@ class Parting:
         return text
 
     def gains(self, ids: TokenIds | None) -> bool:
-        """Whether a prompt of other ids would go on as what is stored, well past the token that differs."""
-        return ids is not None and common_prefix(self.stored.int32, ids.int32) >= min(
-            len(self.stored), self.at + _REACH
-        )
+        """Whether a prompt of other ids is wholly stored, or goes on as stored well past the token that differs."""
+        if ids is None:
+            return False
+        shared = common_prefix(self.stored.int32, ids.int32)
+        return shared >= max(self.at, min(len(self.stored), len(ids), self.at + _REACH))
 
     def rendered(self, messages: Sequence[Message], **changed: Any) -> TokenIds | None:
         """The ids of messages with something of the template's options changed; ``None`` if it refuses."""
@@ -217,24 +222,62 @@ def _date(parting: Parting) -> Cause | None:
     was, now = spans
     if was is None or now is None or was.group() == now.group():
         return None
-    source = parting.template.source if parting.template is not None else ""
-    said = any(now.group() in _content(message) for message in parting.messages)
     found = f"a date: {was.group()!r} is stored, the prompt says {now.group()!r}"
-    if said or not ("strftime_now" in source or "date_string" in source):
+    if not _template_says(parting, was.group(), now):
         return Cause("date", found, "move the date to the end of the prompt, behind all that is to be reused")
     fix = "use a template that shows no date"
-    if "date_string" in source:
+    if parting.template is not None and "date_string" in parting.template.source:
         fix = f'give chat_template_kwargs={{"date_string": "{was.group()}"}} to every call'
     return Cause("template_date", f"{found}; the chat template puts it there", fix)
+
+
+def _template_says(parting: Parting, was: str, now: re.Match[str]) -> bool:
+    """Whether the chat template put a date there: with the stored one it goes on as stored, and a text begins so."""
+    template = parting.template
+    if template is None or not ("strftime_now" in template.source or "date_string" in template.source):
+        return False
+    options = dict(template.options or {})
+    if parting.messages:
+        trials = ({**options, "date_string": was}, with_clock(template, was).options)
+        return any(parting.gains(parting.rendered(parting.messages, options=trial)) for trial in trials)
+    for day in (options, {**options, "date_string": now.group()}):
+        shown = parting.rendered([{"role": "user", "content": "?"}], options=day)
+        if shown is not None and _alike(parting.decode(shown.tolist()), now.string) >= now.end():
+            return True
+    return False
+
+
+def _left_out(parting: Parting) -> Cause | None:
+    """Turns that the prompt has no more: it goes on with what was said later."""
+    found = _message_at(parting)
+    if found is None or parting.messages[found[0]]["role"] in _SYSTEM:
+        return None
+    number, begin = found
+    stored = parting.texts[0]
+    contents = [_content(message).strip() for message in parting.messages[number:]]
+    at, seen = begin + 1, 0
+    for content in contents:
+        at = stored.find(content, at)
+        if at < 0:
+            break
+        at, seen = at + len(content), seen + len(content)
+    if seen < _LINE or stored.startswith(contents[0], begin):
+        return None
+    return Cause(
+        "history",
+        f"turns were left out: message {number} ({parting.messages[number]['role']}) comes later in what is stored",
+        "keep the earliest turns, and leave out many at once, so that several prompts begin in the same way",
+    )
 
 
 def _order(parting: Parting) -> Cause | None:
     """Documents, or lines, that both have in another order."""
     stored, prompt = parting.texts
-    known = [one for one in map(_content, (parting.template.documents or ()) if parting.template else ()) if one]
-    places = [[text.find(one) for one in known] for text in (stored, prompt)]
-    if len(known) > 1 and min(map(min, places)) >= 0:
-        moved = sorted(known, key=stored.find) != sorted(known, key=prompt.find)
+    documents = list((parting.template.documents if parting.template else None) or ())
+    known = [one for one in map(_content, documents) if one]
+    if len(known) > 1 and all(one in stored for one in known):
+        documents.sort(key=lambda one: stored.find(_content(one)))
+        moved = parting.gains(parting.rendered(parting.messages, documents=documents))
     else:
         begin = prompt.rfind("\n", 0, parting.same) + 1
         was, now = (text[begin:].partition("\n")[0].strip() for text in (stored, prompt))
@@ -288,29 +331,37 @@ def _white_space(parting: Parting) -> Cause | None:
 
 def _message(parting: Parting) -> Cause | None:
     """Which of the messages it is in."""
+    found = _message_at(parting)
+    if found is None:
+        return None
+    number, begin = found
+    role, character = parting.messages[number]["role"], parting.same - begin
+    if role in _SYSTEM:
+        return Cause(
+            "system",
+            f"the system message is another one, from its character {character} on",
+            "keep what changes out of the system message, or at its end; warm the new one if it is to stay",
+        )
+    if number == len(parting.messages) - 1:
+        return Cause("question", "the last message is another one", "nothing: only what comes before is shared")
+    return Cause(
+        "history",
+        f"message {number} ({role}) is another one, from its character {character} on",
+        "append to a conversation without changing what was said",
+    )
+
+
+def _message_at(parting: Parting) -> tuple[int, int] | None:
+    """The number of the message in which the texts part, and where it begins in that of the prompt."""
     text, begin = parting.texts[1], 0
     for number, message in enumerate(parting.messages):
         content = _content(message).strip()
         begin = text.find(content, begin)
         if begin < 0 or not content:
             return None
-        end = begin + len(content)
-        if begin <= parting.same <= end:
-            character = parting.same - begin
-            if message["role"] in ("system", "developer"):
-                return Cause(
-                    "system",
-                    f"the system message is another one, from its character {character} on",
-                    "keep what changes out of the system message, or at its end; warm the new one if it is to stay",
-                )
-            if number == len(parting.messages) - 1:
-                return Cause("question", "the last message is another one", "nothing: only what comes before is shared")
-            return Cause(
-                "history",
-                f"message {number} ({message['role']}) is another one, from its character {character} on",
-                "append to a conversation without changing what was said",
-            )
-        begin = end
+        if begin <= parting.same <= begin + len(content):
+            return number, begin
+        begin += len(content)
     return None
 
 
@@ -325,10 +376,11 @@ _TESTS: Sequence[Callable[[Parting], Cause | None]] = (
     _bos,
     _spelled,
     _merged,
+    _options,
     _thinking,
     _date,
+    _left_out,
     _order,
-    _options,
     _white_space,
     _message,
 )

@@ -22,7 +22,6 @@ PROBES = ("A", "\n\nb", " 7", "'é", "😀", "</b>", ",", "\tq", "\r", "\nc")
 
 _ANSWERED_ROLES = frozenset({"user", "tool", "function", "ipython"})
 _REACH = 3  # how many tokens back from a border another next character can change
-_CLOCK_AWAY = "{% macro strftime_now(format) %}?{% endmacro %}\n"  # trim_blocks takes the line end away again
 _THINKING = re.compile("think|reason|thought|analysis", re.IGNORECASE)
 _WINDOW = 20  # characters that tell what parts two renderings
 
@@ -90,6 +89,12 @@ def stable_prefix(
         )
     notes = [_rewritten(template, conversation, near, far), _dated(template, first, near[0][:stop])]
     return ChatPrefix(near[0][:stop], "; ".join(note for note in notes if note) or None)
+
+
+def with_clock(template: ChatTemplate, shown: str) -> ChatTemplate:
+    """The same template where its clock shows a date of our own."""
+    clock = "{% macro strftime_now(format) %}" + shown + "{% endmacro %}\n"  # trim_blocks takes the line end away again
+    return replace(template, options={**(template.options or {}), "chat_template": clock + template.source})
 
 
 def _render_continuations(
@@ -206,8 +211,7 @@ def _dated(template: ChatTemplate, conversation: Conversation, ids: TokenIds) ->
     """Where a prefix shows the date: found by rendering the same template without its clock."""
     if "strftime_now" not in template.source:
         return None
-    options = {**(template.options or {}), "chat_template": _CLOCK_AWAY + template.source}
-    undated = _render_all(replace(template, options=options), [conversation])
+    undated = _render_all(with_clock(template, "?"), [conversation])
     if not undated:
         return "the template reads the date: on another day the prefix may not be found"
     token = common_prefix(ids.int32, undated[0].int32)

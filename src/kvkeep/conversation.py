@@ -112,9 +112,10 @@ class Chat:
         prompt = 0 if self.last_report is None else self.last_report.prompt_tokens
         answer = str(self._kv.tokenizer.decode(sequences[0][prompt:], skip_special_tokens=True))
         self._messages = [*asked, {"role": "assistant", "content": answer}]
-        self._check_current()  # somebody else may have said something meanwhile, which is not to be lost
-        self._kv.store.chats.put(self.id, self._messages)
-        self._stored = self._kv.store.chats.get(self.id)  # as JSON has it: a tuple is a list there
+        with self._kv.store.locked(self._kv.store.chats.key(self.id)):
+            self._check_current()  # somebody else may have said something meanwhile, which is not to be lost
+            self._kv.store.chats.put(self.id, self._messages)
+            self._stored = self._kv.store.chats.get(self.id)  # as JSON has it: a tuple is a list there
         if not cut:  # state behind the answer's tokens serves no prompt that renders it otherwise
             try:
                 self._kv.warm(self._messages, **self._template)

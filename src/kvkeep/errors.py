@@ -12,8 +12,9 @@
     │   ├── StoreNotFoundError         4   no store there                     (FileNotFoundError)
     │   ├── StoreFormatError           4   not a store, or a newer format     (OSError)
     │   ├── StoreReadOnlyError         4   a write to a read-only store       (PermissionError)
-    │   └── StoreWriteError            4   full disk, quota, I/O error        (OSError)
-    │       └── StoreFullError         4   over the budget, or the disk's floor
+    │   ├── StoreWriteError            4   full disk, quota, I/O error        (OSError)
+    │   │   └── StoreFullError         4   over the budget, or the disk's floor
+    │   └── TierError                  4   a tier beyond the directory        (ConnectionError)
     ├── EntryError                     5   one entry                          (ValueError)
     │   ├── EntryNotFoundError         5   no such entry or name              (KeyError)
     │   ├── EntryInUseError            5   others continue it                 (ValueError)
@@ -88,6 +89,10 @@ class StoreWriteError(StoreError):
 
 class StoreFullError(StoreWriteError):
     """Nothing was stored: an entry does not fit beside what must stay; the message says which limit, and what to do."""
+
+
+class TierError(StoreError, ConnectionError):
+    """A tier, such as an object store, cannot be reached or does not do what it was asked."""
 
 
 class EntryError(KvkeepError, ValueError):

@@ -434,6 +434,7 @@ class Call:
             reason=match.reason,
             load_seconds=self.seconds,
             key=match.entry.key if match.entry is not None else None,
+            resident=match.resident,
         )
         self.source.reported(self.report)
 

@@ -12,8 +12,9 @@ from kvkeep.entry_format import EntryKey
 from kvkeep.errors import UnsupportedRequestError
 from kvkeep.grounds import MIN_SHARED
 from kvkeep.guard import prove
+from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs
-from kvkeep.layouts import LayerPlan, describe_kept, keeping_cache
+from kvkeep.layouts import LayerPlan, describe_kept, keeping_cache, plans_of
 from kvkeep.manner import manner_of
 from kvkeep.prefill import prefill, with_encoder
 from kvkeep.prefixes import uncut
@@ -47,16 +48,33 @@ def warm(
         cuts: says after how many tokens it should be possible to go on otherwise; asked where that is not possible
             anywhere.
     """
-    store = storing.store
     if (ranks := ranks_of(storing.live.model(), None)) is not None:
         return _warm_together(ranks, storing, inputs, progress)
     inputs = _before_state(storing, inputs)
     boundaries = [] if cuts is None else boundaries_within(storing.live, inputs, cuts)
+    entry = _kept(storing, inputs, progress, boundaries)
+    for cut in [*boundaries, *_before_last(storing.live, inputs)]:
+        # An entry that was there stays as it is; what it has no rows for is stored apart.
+        if storing.store.find(entry.identity, inputs.prefix, limit=cut).tokens < cut:
+            _kept(storing, inputs.first(cut), None, ())
+    return entry
+
+
+def _before_last(live: LiveIdentity, inputs: Inputs) -> list[int]:
+    """The tokens that serve this very prompt, where layers with a window do not keep the rows for any fewer."""
+    if live.length_rule() is not None or not any(plan.window for plan in live.asked(plans_of)):
+        return []
+    tokens = uncut(inputs.media, len(inputs) - 1)
+    return [tokens] if tokens > 0 and not holds_state(live) else []
+
+
+def _kept(storing: Storing, inputs: Inputs, progress: Progress | None, boundaries: Collection[int]) -> Entry:
+    """The entry of exactly these inputs; prefilled if it is not stored."""
     key = storing.key(inputs)
     entry = _stored(storing, key, inputs, boundaries)
     if entry is None:
-        store.check_writable()
-        with store.locked(key.hash):
+        storing.store.check_writable()
+        with storing.store.locked(key.hash):
             # Whoever held the lock before may just have stored it.
             entry = _stored(storing, key, inputs, boundaries) or _prefill(storing, key, inputs, progress, boundaries)
     return entry

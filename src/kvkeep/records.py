@@ -66,6 +66,28 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """An entry that is held in memory.
+
+    Attributes:
+        entry: the entry.
+        nbytes: bytes of memory that its tensors take, those of what it continues included.
+        device: where they lie: ``"cpu"``, ``"cuda:0"``, or several with commas between.
+        hits: how often it was handed out.
+    """
+
+    entry: Entry
+    nbytes: int
+    device: str
+    hits: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole prefix."""
+        return self.entry.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """What a lookup found. ``tokens == 0`` is a miss.
 
@@ -76,12 +98,14 @@ class Match:
             ``"code: detail"``. The codes are listed in the README.
         exact: whether a load gives bit for bit what the model computed. False where it is quantized: in the entry, or
             on the way into a quantized cache.
+        resident: whether it is in this process's memory, so that nothing is read from disk.
     """
 
     tokens: int
     entry: Entry | None
     reason: str | None
     exact: bool = True
+    resident: bool = False
 
     def __bool__(self) -> bool:
         return self.tokens > 0
@@ -100,6 +124,7 @@ class GenerateReport:
         stored: key of the entry that was stored of this call, or that it continued as it was; ``None`` if none was.
         not_stored: why nothing was stored although ``save=`` asks for it, as in :class:`Match`; else ``None``. What is
             stored is known when ``generate`` has ended: a bind's ``on_report`` is called before.
+        resident: whether it came from memory, where it was preloaded.
     """
 
     prompt_tokens: int
@@ -109,6 +134,7 @@ class GenerateReport:
     key: str | None
     stored: str | None = None
     not_stored: str | None = None
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

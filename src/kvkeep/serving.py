@@ -20,13 +20,14 @@ from kvkeep.errors import EntryError, UnsupportedCacheError, UnsupportedRequestE
 from kvkeep.guard import prove
 from kvkeep.identity import LiveIdentity
 from kvkeep.inputs import Inputs, input_device
-from kvkeep.layouts import Buffers, fill_cache, fill_paired, plans_of, positions_of
+from kvkeep.layouts import Buffers, HeldLayers, LayerReader, fill_cache, fill_paired, plans_of, positions_of
 from kvkeep.lines import Line
 from kvkeep.manner import manner_of, places_by_mask
 from kvkeep.matching import can_trim
 from kvkeep.prefill import feed, feed_slots
 from kvkeep.ranks import ranks_of
 from kvkeep.records import GenerateReport, Identity, Match
+from kvkeep.resident import HeldEntry
 from kvkeep.served import Keeper, Served, miss
 from kvkeep.storage.entries import EntryFile
 from kvkeep.storage.entry_chain import EntryChain
@@ -136,7 +137,7 @@ class Serving:
         """
         model, total, served = self._live.model(), len(inputs), Served(miss(None))
 
-        def use(file: EntryFile | EntryChain, tokens: int) -> None:
+        def use(file: EntryFile | EntryChain | HeldEntry, tokens: int) -> None:
             nonlocal served
 
             meta, tensors, rule = file.header.meta, file.header.tensors, self._live.length_rule()
@@ -147,11 +148,11 @@ class Serving:
             held = tokens - 1 if watched else min(tokens, total - 1)
             devices = compat.layer_devices(model, len(meta.layers))
             room = total - held + min(new_tokens, _ROOM) if new_tokens else 0
+            read = partial(_layers_of, file)
             if paired:
-                read = partial(_Layers, file)
                 row = fill_paired(cache, meta, tensors, held, read, devices, next_row=watched, room=room)
             else:
-                row = fill_cache(cache, meta, tensors, held, _Layers(file), devices, next_row=watched, room=room)
+                row = fill_cache(cache, meta, tensors, held, read("layers"), devices, next_row=watched, room=room)
             positions = positions_of(meta)
             served = Served(miss(None), held, held, row, file.identity, has_snapshots(meta), positions=positions)
             self._compare_attention(meta.recorded.get("attention"))
@@ -163,7 +164,9 @@ class Serving:
             if refused is not None:
                 return Served(miss(refused))
             limit = _limit(inputs) if at_most is None else min(_limit(inputs), at_most + guard)
-            match = self._store.serve(identity, inputs.prefix, limit=limit, use=use, obstacle=obstacle, form=form)
+            match = self._store.serve(
+                identity, inputs.prefix, limit=limit, use=use, lend=use, obstacle=obstacle, form=form
+            )
             match = self._named(match, identity, inputs)
             match, served = self._unheard(match, served, total)
             steps = self._steps(served, total) if match and new_tokens and at_most is None else 0
@@ -399,17 +402,24 @@ class Serving:
         return miss(f"guard: {why}; the entry is set aside")
 
 
-class _Layers:
+def _layers_of(file: EntryFile | EntryChain | HeldEntry, stem: str) -> LayerReader | HeldLayers:
+    """What an entry stores of its layers, as :func:`~kvkeep.layouts.fill_cache` takes it."""
+    return file.layers[stem] if isinstance(file, HeldEntry) else StoredLayers(file, stem)
+
+
+class StoredLayers:
     """The layers of an open entry, as :func:`~kvkeep.layouts.fill_cache` reads them."""
 
-    def __init__(self, file: EntryFile | EntryChain, stem: str = "layers") -> None:
+    def __init__(self, file: EntryFile | EntryChain, stem: str) -> None:
         self._file = file
         self._stem = stem
 
     def rows(self, layer: int, first: int, last: int, targets: Buffers, behind: Buffers | None) -> None:
+        """Read rows of one layer, and the row behind them."""
         self._file.read_rows(self._stem, layer, first, last, targets, behind)
 
     def snapshots(self, layer: int, targets: Mapping[str, memoryview]) -> None:
+        """Read the snapshots of one layer."""
         self._file.read_snapshots(self._stem, layer, targets)
 
 

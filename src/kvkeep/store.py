@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.capacity import Capacity
-from kvkeep.catalog import Catalog, Obstacle
+from kvkeep.catalog import Catalog, Obstacle, why_no_more
 from kvkeep.clearing import Clearing
 from kvkeep.collection import GRACE, QUARANTINE_DAYS, Collection, Collector, Removal
-from kvkeep.entry_format import EntryMeta, Header
+from kvkeep.entry_format import EntryKey, EntryMeta, Header
 from kvkeep.errors import (
     EntryDamagedError,
     EntryError,
@@ -36,7 +36,9 @@ from kvkeep.grounds import MIN_SHARED, WHOLE, Ground, ground_on, supersede
 from kvkeep.keys import TokenIds, namespace_digest
 from kvkeep.matching import best_of
 from kvkeep.prefixes import Prefix, before_tokens, shared_with_media
-from kvkeep.records import Entry, GenerateReport, Identity, Match
+from kvkeep.records import Entry, GenerateReport, Identity, Match, Resident
+from kvkeep.remote import Pushed, Remote
+from kvkeep.resident import HeldEntry, ResidentTier
 from kvkeep.settings import Durability, OnError, SaveMode, Verify, check_save, default_store_path, parse_size
 from kvkeep.signing import KeySource, keyring
 from kvkeep.storage import skeleton
@@ -52,6 +54,7 @@ from kvkeep.storage.journal import Journal
 from kvkeep.storage.locks import KeyLocks
 from kvkeep.storage.refs import Ref, Refs
 from kvkeep.storage.verified import FileIdentity
+from kvkeep.tiers import Tier, open_tier
 from kvkeep.trouble import Trouble
 
 if TYPE_CHECKING:
@@ -105,6 +108,10 @@ class CacheStore:
         save: what is stored of every ``generate``; see :meth:`BoundStore.generate <kvkeep.BoundStore.generate>`.
             ``"never"`` by default: one-off prompts must not fill a disk.
         min_tokens: what is shorter is not stored by ``save``.
+        remote: a place that other hosts share: a URL such as ``s3://bucket/prefix``, the path of a directory, or a
+            :class:`~kvkeep.tiers.Tier`. What is not here is looked for there, and fetched with every check before
+            anybody finds it; what goes wrong there is a miss with a reason.
+        remote_options: what ``obstore.store.from_url`` takes beside the URL; see :class:`~kvkeep.tiers.ObjectTier`.
 
     Raises:
         StoreNotFoundError: if the directory is absent and ``readonly`` is set.
@@ -136,6 +143,8 @@ class CacheStore:
         min_tokens: int = 64,
         key: KeySource | None = None,
         keys: Iterable[KeySource] = (),
+        remote: str | os.PathLike[str] | Tier | None = None,
+        remote_options: Mapping[str, Any] | None = None,
     ) -> None:
         if verify not in ("first", "always", "never"):
             raise InvalidRequestError(f"verify must be 'first', 'always' or 'never', not {verify!r}")
@@ -146,6 +155,8 @@ class CacheStore:
         self._keys = keyring(key, keys)
         if self._keys is not None and verify == "never":
             raise InvalidRequestError("a key needs verify='first' or 'always', for a signature goes over digests")
+        if remote is not None and readonly:
+            raise InvalidRequestError("what comes from a remote is stored here: remote= does not go with readonly=True")
         check_save(save)
         policy, floor = policy_of(eviction), parse_size(min_free, "min_free")
         budget = None if max_bytes is None else parse_size(max_bytes, "max_bytes")
@@ -170,6 +181,7 @@ class CacheStore:
         self._catalog = Catalog(
             self._directory, self._files, on_damage=self.journal.damaged, on_trouble=self._trouble.reason
         )
+        self.memory = ResidentTier(self._files, self._catalog)
         self.chats = Chats(self._directory, namespace)
         self._locks = KeyLocks(self._directory)
         self._refs = Refs(self._directory)
@@ -193,6 +205,17 @@ class CacheStore:
                 self._files, add=self._capacity.add, forget=self._catalog.forget, supersede=self._supersede
             )
             weakref.finalize(self, self._batch.flush_quietly)  # also at exit, while the directory is still open
+        self._remote: Remote | None = None
+        if remote is not None:
+            self._remote = Remote(
+                open_tier(remote, remote_options),
+                files=self._files,
+                catalog=self._catalog,
+                capacity=self._capacity,
+                locks=self._locks,
+                batch=self._batch,
+                lock_timeout=lock_timeout,
+            )
 
     def __repr__(self) -> str:
         return f"CacheStore({str(self.path)!r})"
@@ -234,6 +257,19 @@ class CacheStore:
         names = self._names()
         rows = sorted(self._catalog.rows(), key=lambda row: (row.created, row.key))
         return [_entry(row, names.get(row.key, ())) for row in rows]
+
+    def resident(self) -> list[Resident]:
+        """What :meth:`BoundStore.preload <kvkeep.BoundStore.preload>` holds in memory, the latest served at the end."""
+        names = self._names()
+        return [
+            Resident(
+                entry=_entry(held.lineage[0], names.get(held.lineage[0].key, ())),
+                nbytes=held.nbytes,
+                device=held.device,
+                hits=held.hits,
+            )
+            for held in self.memory.entries()
+        ]
 
     def entry(self, wanted: str) -> Entry:
         """The entry with this name, key, or unambiguous start of a key (at least 4 digits).
@@ -304,6 +340,26 @@ class CacheStore:
             self._catalog.forget(key)
             self._files.remove(key)
         return None
+
+    def fetch(self, key: EntryKey) -> Entry | None:
+        """The entry with exactly this key, as :meth:`get`; one that is not here is fetched from the remote."""
+        entry = self.get(key.hash)
+        if entry is None and self._remote is not None and self._remote.bring_key(key).changed:
+            entry = self.get(key.hash)
+        return entry
+
+    def push(self, key: str) -> Pushed:
+        """Store an entry in the remote, with those that it continues; what is there already stays.
+
+        Raises:
+            InvalidRequestError: this store has no remote.
+            EntryNotFoundError: no entry has this key, or what it continues is gone.
+            EntryDamagedError: it is damaged, or continues what another host has computed otherwise there.
+            TierError: the remote failed.
+        """
+        if self._remote is None:
+            raise InvalidRequestError("this store has no remote: open it with CacheStore(path, remote=...)")
+        return self._remote.push(key)
 
     def _row_of(self, key: str) -> tuple[Row, EntryMeta] | None:
         """The row and the metadata of an entry by itself, if its file is there and its header is sound."""
@@ -381,6 +437,7 @@ class CacheStore:
         if self._batch is not None:
             self._batch.drop(key)
         self._catalog.forget(key)
+        self.memory.drop(key)
         there = self._files.remove(key)
         self._catalog.removed(key)
         return there
@@ -423,6 +480,7 @@ class CacheStore:
             clearing.clear(drop=self._batch.drop if self._batch is not None else lambda key: None)
             collector = Collector(self._directory, self._catalog, self._refs, self._capacity, dry_run=dry_run)
             removed, failed = collector.collect_leftovers()
+            self.memory.entries()  # what is gone is let go in memory, too
         if (failed := [*clearing.failed, *failed]) and not dry_run:
             what = "; ".join(f"{one.kind} {one.name}: {one.reason}" for one in failed[:3])
             raise StoreWriteError(f"{len(failed)} of what was to be removed could not be, and all else is gone: {what}")
@@ -500,12 +558,44 @@ class CacheStore:
     def find(
         self, identity: Identity, prefix: Prefix, *, limit: int, obstacle: Obstacle | None = None, form: str = "exact"
     ) -> Match:
-        """The longest stored part of ``prefix`` that is usable, up to ``limit`` tokens, by what the index knows."""
-        tokens, row, reason = self._catalog.search(
-            identity, self.namespace_digest, prefix, limit, obstacle=obstacle, form=form
+        """The longest stored part of ``prefix`` that is usable, up to ``limit`` tokens, by what the index knows.
+
+        What a remote has more of is fetched before.
+        """
+        return self._find(identity, prefix, limit, obstacle, form, memory=True)[0]
+
+    def _find(
+        self,
+        identity: Identity,
+        prefix: Prefix,
+        limit: int,
+        obstacle: Obstacle | None,
+        form: str,
+        *,
+        memory: bool,
+    ) -> tuple[Match, HeldEntry | None]:
+        """What :meth:`find` returns, and the entry, if it is held in memory: of what serves as much, that is taken."""
+        namespace, above, held = self.namespace_digest, 0, None
+        if memory:
+            above, held = self.memory.best(identity, namespace.hex(), prefix, limit, obstacle=obstacle, form=form)
+        search = partial(
+            self._catalog.search, identity, namespace, prefix, limit, obstacle=obstacle, form=form, above=above
         )
+        tokens, row, reason = search()
+        if self._remote is not None:
+            have = max(above, tokens)
+            brought = self._remote.bring(identity, namespace, prefix, limit=limit, have=have, form=form)
+            if brought.changed:
+                tokens, row, reason = search()
+            reason = reason if row is not None else brought.reason or reason
+        if row is not None:
+            held = None
+        elif held is not None:
+            tokens, row = above, held.lineage[0]
+            reason = why_no_more(row, prefix, tokens, min(row.end, limit))
         entry = None if row is None else _entry(row, ())
-        return Match(tokens=tokens, entry=entry, reason=reason, exact=entry is None or entry.exact)
+        exact = entry is None or entry.exact
+        return Match(tokens=tokens, entry=entry, reason=reason, exact=exact, resident=held is not None), held
 
     def nearby(self, identity: Identity, starts: Sequence[Prefix]) -> tuple[list[Entry], list[Entry]]:
         """The entries that may share the most tokens with a prompt: some that may serve it, and others that do not.
@@ -539,21 +629,28 @@ class CacheStore:
         *,
         limit: int,
         use: Callable[[EntryFile | EntryChain, int], None],
+        lend: Callable[[HeldEntry, int], None] | None = None,
         obstacle: Obstacle | None = None,
         form: str = "exact",
     ) -> Match:
         """Find the longest usable prefix and hand its open, checked file to ``use(file, tokens)``.
 
+        With ``lend``, what serves as much and is held in memory is handed to that instead, and no file is opened.
         An entry that is gone or damaged makes way for the next best one. Raises what ``use`` raises, except that a
         read error and a ``ValueError`` (the entry does not fit) are misses.
         """
         trouble: str | None = None
         for _ in range(ATTEMPTS):
-            match = self.find(identity, prefix, limit=limit, obstacle=obstacle, form=form)
+            match, held = self._find(identity, prefix, limit, obstacle, form, memory=lend is not None)
             if match.entry is None:
                 return replace(match, reason=trouble or match.reason)
             place = Place(match.entry.key)
             try:
+                if held is not None and lend is not None:
+                    _check_echo(held, identity, self.namespace_digest.hex(), prefix, match.tokens, form)
+                    lend(held, match.tokens)
+                    self.memory.served(held)
+                    return match
                 with open_entry(self._files, place) as file:
                     _check_echo(file, identity, self.namespace_digest.hex(), prefix, match.tokens, form)
                     use(file, match.tokens)
@@ -578,7 +675,10 @@ class CacheStore:
 
     def refute(self, key: str, reason: str, file: FileIdentity | None) -> None:
         """Set an entry aside that is whole and yet wrong, as a live model has shown; with ``file``, only that file."""
+        self.memory.drop(key)
         self._catalog.damaged(key, EntryDamagedError(reason), file)
+        if self._remote is not None:
+            self._remote.refuse(key, reason)
 
     @contextmanager
     def locked(self, key: str) -> Iterator[bool]:
@@ -657,7 +757,12 @@ class CacheStore:
 
 
 def _check_echo(
-    file: EntryFile | EntryChain, identity: Identity, namespace: str, prefix: Prefix, tokens: int, form: str
+    file: EntryFile | EntryChain | HeldEntry,
+    identity: Identity,
+    namespace: str,
+    prefix: Prefix,
+    tokens: int,
+    form: str,
 ) -> None:
     """What the file says of itself must be what was asked for, whatever the index said."""
     key = file.header.meta.key

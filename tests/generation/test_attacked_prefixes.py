@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from matrix_layouts import build
 from tiny_models import VOCABULARY, build_tiny
 
@@ -119,3 +120,39 @@ def test_ids_that_were_edited_while_they_were_generated_are_not_stored(
     kv.generate(prompt, save="turn", attention_mask=torch.ones_like(prompt), logits_processor=[processor], **options)
     assert (kv.last_report.stored is not None) == stored
     assert stored or kv.last_report.not_stored.startswith("refused: ids were edited")
+
+
+@pytest.mark.parametrize("kind", ["windowed", "full, windowed"])
+def test_boundaries_that_are_asked_for_later_are_kept(kind: str, tmp_path: Path) -> None:
+    model, ids = build(kind), IDS[0].tolist()
+    kv = CacheStore(tmp_path / "store", durability="none").bind(model)
+    others = [[*ids[:cut], 7, 8, 9] for cut in (70, 140)]
+    entry = kv.warm(ids)
+    assert [kv.lookup(other).tokens for other in others] == [0, 0]
+    assert kv.warm(ids, checkpoint_every=70).key == entry.key
+    assert [kv.lookup(other).tokens for other in others] == [70, 140]
+    fed: list[tuple[int, int]] = []
+    kv.warm(ids, checkpoint_every=70, progress=lambda done, total: fed.append((done, total)))
+    assert fed == []
+    said = torch.tensor([others[1]])
+    plain = logits(model.generate, said, 4)[1]
+    assert (logits(kv.generate, said, 4)[1] - plain).abs().max() < 2e-4 * plain.abs().max()
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens >= 139
+
+
+@pytest.mark.parametrize("kind", ["windowed", "full, windowed"])
+def test_a_prompt_that_was_saved_is_warmed_for_itself(kind: str, tmp_path: Path) -> None:
+    model, ids = build(kind), IDS[0].tolist()
+    kv = CacheStore(tmp_path / "store", durability="none").bind(model)
+    cache = transformers.DynamicCache(config=model.config)  # its windows have moved on, and keep no row more
+    with torch.no_grad():
+        model(IDS, use_cache=True, **{compat.forward_cache_argument(model): cache})
+    saved = kv.save(cache, ids)
+    assert kv.lookup(ids).tokens == 0
+    assert kv.warm(ids).key == saved.key
+    assert kv.lookup(ids).tokens == 149
+    plain = logits(model.generate, IDS, 4)[1]
+    assert (logits(kv.generate, IDS, 4)[1] - plain).abs().max() < 2e-4 * plain.abs().max()
+    assert kv.last_report is not None
+    assert kv.last_report.reused_tokens >= 148

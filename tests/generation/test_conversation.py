@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,20 @@ def test_a_store_that_is_full_costs_no_answer(name: str, toy_tokenizer: Any, tmp
     assert chat.send(said[-1], **OPTIONS) == control(model, toy_tokenizer, said)
     assert chat.send("again", **OPTIONS)
     assert kv.store.entries() == []
+
+
+def test_a_turn_waits_for_another_workers_and_does_not_replace_it(toy_tokenizer: Any, tmp_path: Path) -> None:
+    one, other = (CacheStore(tmp_path / "store", durability="none") for _ in range(2))
+    model, answered = build("full"), threading.Event()
+    chat = one.bind(model, toy_tokenizer).chat("mine", SYSTEM)
+    chat.send("and the end", **OPTIONS)
+    theirs = [*chat.messages, {"role": "user", "content": "of the night"}]
+    with ThreadPoolExecutor(1) as pool:
+        with other.locked(other.chats.key("mine")):  # another worker looks, and then writes
+            sent = pool.submit(chat.send, "in the rest", on_report=lambda _: answered.set(), **OPTIONS)
+            assert answered.wait(60)
+            assert not wait([sent], timeout=0.5).done
+            other.chats.put("mine", theirs)
+        with pytest.raises(InvalidRequestError, match="continued elsewhere"):
+            sent.result()
+    assert other.chats.get("mine") == theirs

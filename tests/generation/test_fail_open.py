@@ -182,7 +182,7 @@ def test_other_kinds_of_calls_go_on_too(tiny_llama: Any, ids: torch.Tensor, stor
     settings: dict[str, Any] = {"static": {"cache_implementation": "static"}, "beams": {"num_beams": 2}}.get(kind, {})
     prompt = ids.repeat(2, 1) if kind == "batch" else ids
     expected = generate(tiny_llama, prompt, **settings)
-    for part, method in [(CacheStore, "find"), (EntryFile, "read_rows"), (EntryFiles, "open"), (Journal, "generated")]:
+    for part, method in [(Catalog, "search"), (EntryFile, "read_rows"), (EntryFiles, "open"), (Journal, "generated")]:
         kv, spoiled = CacheStore(stored).bind(tiny_llama, model_id="tiny"), Spoiled(EXCEPTIONS["KeyError"])
         with pytest.MonkeyPatch.context() as patch, kv.attached():
             patch.setattr(part, method, spoiled)
@@ -196,7 +196,7 @@ def test_a_store_that_is_to_raise_raises(
     tiny_llama: Any, ids: torch.Tensor, control: torch.Tensor, stored: Path, name: str
 ) -> None:
     make = EXCEPTIONS[name]
-    for part, method in [(CacheStore, "find"), (EntryFiles, "open"), (EntryFile, "read_rows"), (Journal, "generated")]:
+    for part, method in [(Catalog, "search"), (EntryFiles, "open"), (EntryFile, "read_rows"), (Journal, "generated")]:
         kv = CacheStore(stored, on_error="raise").bind(tiny_llama, model_id="tiny")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(part, method, Spoiled(make))

@@ -2,24 +2,21 @@
 
 from kvkeep.layouts.attention import sliding_start
 from kvkeep.layouts.base import LayerCodec, LayerPlan, LayerState
+from kvkeep.layouts.buffers import DTYPE_NAMES, Buffers, LayerReader, head_buffers, whole_buffer
 from kvkeep.layouts.cachemap import (
-    DTYPE_NAMES,
-    Buffers,
-    LayerReader,
     batch_pairs,
     cached_row,
     describe_cache,
     describe_layers,
     describe_prefilled,
     fill_cache,
-    head_buffers,
     plan_layers,
     plans_of,
     takes_lines,
-    whole_buffer,
 )
 from kvkeep.layouts.deferred import put_quantized, quantize, take_quantized
 from kvkeep.layouts.extended import describe_kept, keeping_cache
+from kvkeep.layouts.lending import HeldLayers, hold_layers
 from kvkeep.layouts.paired import describe_cross, describe_cross_tensors, fill_paired, positions_of
 from kvkeep.layouts.registry import codec_for, register_layer_codec
 from kvkeep.layouts.states import has_states, lay_states
@@ -27,6 +24,7 @@ from kvkeep.layouts.states import has_states, lay_states
 __all__ = [
     "DTYPE_NAMES",
     "Buffers",
+    "HeldLayers",
     "LayerCodec",
     "LayerPlan",
     "LayerReader",
@@ -44,6 +42,7 @@ __all__ = [
     "fill_paired",
     "has_states",
     "head_buffers",
+    "hold_layers",
     "keeping_cache",
     "lay_states",
     "plan_layers",

@@ -4,47 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
 from kvkeep import compat
-from kvkeep.entry_format import EntryMeta, LayerRecord, TensorSpec, tensor_name
+from kvkeep.entry_format import EntryMeta, LayerRecord, TensorSpec
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
 from kvkeep.layouts.arena import Arena
 from kvkeep.layouts.attention import attention_state
-from kvkeep.layouts.base import LayerCodec, LayerPlan, LayerState
+from kvkeep.layouts.base import Empty, LayerCodec, LayerPlan, LayerState
+from kvkeep.layouts.buffers import LayerReader, head_buffers, row_likes, snapshot_likes, whole_buffer
+from kvkeep.layouts.lending import HeldLayers, lent
 from kvkeep.layouts.registry import codec_for
 from kvkeep.layouts.roomy import RoomyLayer, with_room
 
-Buffers = Mapping[str, Sequence[memoryview]]
-
-
-class LayerReader(Protocol):
-    """Reads what an entry stores of its layers."""
-
-    def rows(self, layer: int, first: int, last: int, targets: Buffers, behind: Buffers | None) -> None:
-        """Fill the buffers, one a head, with rows [first, last), and those of ``behind`` with the row that follows."""
-
-    def snapshots(self, layer: int, targets: Mapping[str, memoryview]) -> None:
-        """Fill the buffers with the layer's snapshots, all of them."""
-
-
 _WORTH_AN_ARENA = 1 << 20
-
-_TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 def plan_layers(config: Any) -> tuple[LayerPlan, ...]:
@@ -180,7 +156,7 @@ def fill_cache(
     meta: EntryMeta,
     tensors: Mapping[str, TensorSpec],
     tokens: int,
-    read: LayerReader,
+    read: LayerReader | HeldLayers,
     devices: Sequence[torch.device],
     *,
     next_row: bool = False,
@@ -188,7 +164,8 @@ def fill_cache(
 ) -> list[dict[str, torch.Tensor]] | None:
     """Make an empty cache hold the first ``tokens`` tokens of an entry, bit for bit.
 
-    With ``room``, layers that grow are replaced by layers with room for so many tokens more.
+    With ``room``, layers that grow are replaced by layers with room for so many tokens more. What is held in memory
+    already is lent to layers that take any tensor, and copied into those that have their own.
 
     Returns:
         With ``next_row`` the rows of the token behind these: for each layer by role, each [heads, 1, dim],
@@ -203,21 +180,23 @@ def fill_cache(
     for number, (layer, codec) in enumerate(zip(cache.layers, _targets(cache, len(meta.layers), room), strict=True)):
         try:
             first, last = codec.wanted(layer, meta.layers[number], tokens)
-            likes = _likes(meta.layers[number], number, last - first, tensors)
-            snapshots = _snapshots(meta.layers[number], number, tensors)
+            likes, snapshots = _likes(read, meta.layers[number], number, first, last, tensors)
             if snapshots and tokens != meta.end:
                 raise ValueError(f"its state is valid behind token {meta.end} alone")
         except ValueError as error:
             raise ValueError(f"layer {number} ({type(layer).__name__}) does not fit: {error}") from None
         jobs.append(_Job(number, layer, codec, meta.layers[number], first, last, likes, snapshots))
     places = compat.resting_devices(cache, devices)
-    arena = _arena(jobs, places)
-    behind = [job.row() for job in jobs] if next_row else None
+    memory = _Memory(jobs)
+    behind: list[dict[str, torch.Tensor]] | None = [{} for _ in jobs] if next_row else None
     try:
-        filled = [
-            _fill(job, tokens, read, places[job.number], arena, None if behind is None else behind[job.number])
-            for job in jobs
-        ]
+        filled = []
+        for job in jobs:
+            row, empty = None if behind is None else behind[job.number], memory.empty_on(places[job.number])
+            if isinstance(read, HeldLayers):
+                filled.append(_lend(job, tokens, read, places[job.number], empty, row))
+            else:
+                filled.append(_fill(job, tokens, read, places[job.number], empty, row))
         for job, held in zip(jobs, filled, strict=True):
             job.codec.finish(job.layer, held, job.record, tokens)
         compat.rest(cache, devices)
@@ -243,7 +222,10 @@ def cached_row(cache: Any, position: int, seen: int) -> list[Mapping[str, torch.
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One layer to be filled with rows [first, last) and snapshots, and a meta tensor like each destination."""
+    """One layer to be filled with rows [first, last) and snapshots.
+
+    By role, there is a tensor like each destination: what is held of it in memory, or a meta tensor.
+    """
 
     number: int
     layer: Any
@@ -254,37 +236,45 @@ class _Job:
     likes: Mapping[str, torch.Tensor]
     snapshots: Mapping[str, torch.Tensor]
 
-    def row(self) -> dict[str, torch.Tensor]:
-        """A place for one row of every role, [heads, 1, dim] on the CPU."""
-        return {
-            role: torch.empty((like.shape[0], 1, like.shape[2]), dtype=like.dtype) for role, like in self.likes.items()
-        }
+    @property
+    def stretch(self) -> tuple[int, int]:
+        """The rows, counted from the first that is stored."""
+        return self.first - self.record.first, self.last - self.record.first
 
 
-def _likes(record: LayerRecord, number: int, rows: int, tensors: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    likes = {}
-    for role in record.roles("rows"):
-        spec = tensors[tensor_name("layers", number, role)]
-        likes[role] = _like(role, spec, (spec.shape[0], rows, spec.shape[2]))
-    return likes
+class _Memory:
+    """Where new tensors for one cache come from: on the CPU from one arena, where that is worth it."""
+
+    def __init__(self, jobs: Sequence[_Job]) -> None:
+        grown = [job for job in jobs if isinstance(job.layer, compat.DYNAMIC_LAYER)]
+        self._wanted = [(like, getattr(job.layer, "room", 0)) for job in grown for like in job.likes.values()]
+
+    @cached_property
+    def _arena(self) -> Arena | None:
+        """One arena for all layers that grow, made when the first of them asks for it."""
+        likes = [with_room(like, room) for like, room in self._wanted]
+        return Arena(likes) if sum(like.nbytes for like in likes) >= _WORTH_AN_ARENA else None
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, device="cpu") if self._arena is None else self._arena.empty(like)
+
+    def empty_on(self, device: torch.device) -> Empty:
+        """Makes new tensors on a device."""
+        return self._empty if device.type == "cpu" else partial(torch.empty_like, device=device)
 
 
-def _snapshots(record: LayerRecord, number: int, tensors: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    specs = {role: tensors[tensor_name("layers", number, role)] for role in record.roles("snapshot")}
-    return {role: _like(role, spec, spec.shape) for role, spec in specs.items()}
-
-
-def _like(role: str, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
-    if spec.dtype not in _TORCH_DTYPES:
-        raise ValueError(f"its {role} are stored as {spec.dtype}")
-    return torch.empty(shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
-
-
-def _arena(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> Arena | None:
-    """One arena for all layers that grow on the CPU, where that is worth it."""
-    grown = [job for job in jobs if isinstance(job.layer, compat.DYNAMIC_LAYER) and devices[job.number].type == "cpu"]
-    likes = [with_room(like, getattr(job.layer, "room", 0)) for job in grown for like in job.likes.values()]
-    return Arena(likes) if sum(like.nbytes for like in likes) >= _WORTH_AN_ARENA else None
+def _likes(
+    read: LayerReader | HeldLayers,
+    record: LayerRecord,
+    number: int,
+    first: int,
+    last: int,
+    tensors: Mapping[str, TensorSpec],
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Of rows [first, last) and of snapshots, a tensor like each: what is held of it, or a meta tensor."""
+    if not isinstance(read, HeldLayers):
+        return row_likes(record, number, last - first, tensors), snapshot_likes(record, number, tensors)
+    return read.rows(number, first - record.first, last - record.first), read.snapshots(number)
 
 
 def _targets(cache: Any, count: int, room: int) -> list[LayerCodec]:
@@ -306,20 +296,19 @@ def _fill(
     tokens: int,
     read: LayerReader,
     device: torch.device,
-    arena: Arena | None,
-    behind: Mapping[str, torch.Tensor] | None,
+    empty: Empty,
+    behind: dict[str, torch.Tensor] | None,
 ) -> Mapping[str, torch.Tensor]:
-    def empty(like: torch.Tensor) -> torch.Tensor:
-        return (
-            arena.empty(like) if arena is not None and device.type == "cpu" else torch.empty_like(like, device=device)
-        )
-
+    """Read what is wanted of a layer into its destinations, and the row behind it into ``behind``."""
     targets = job.codec.allocate(job.layer, {**job.likes, **job.snapshots}, tokens, device, empty)
     staged = {role: t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for role, t in targets.items()}
     if job.likes:
         buffers = {role: head_buffers(staged[role]) for role in job.likes}
-        after = {role: head_buffers(rows) for role, rows in behind.items()} if behind else None
-        read.rows(job.number, job.first - job.record.first, job.last - job.record.first, buffers, after)
+        if behind is not None:
+            shapes = {role: (like.shape[0], 1, like.shape[2]) for role, like in job.likes.items()}
+            behind.update({role: torch.empty(shapes[role], dtype=like.dtype) for role, like in job.likes.items()})
+        after = None if behind is None else {role: head_buffers(rows) for role, rows in behind.items()}
+        read.rows(job.number, *job.stretch, buffers, after)
     if job.snapshots:
         read.snapshots(job.number, {role: whole_buffer(staged[role]) for role in job.snapshots})
     for role, target in targets.items():
@@ -328,20 +317,30 @@ def _fill(
     return targets
 
 
-def whole_buffer(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    if not tensor.numel():
-        return memoryview(bytearray())
-    return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+def _lend(
+    job: _Job,
+    tokens: int,
+    held: HeldLayers,
+    device: torch.device,
+    empty: Empty,
+    behind: dict[str, torch.Tensor] | None,
+) -> Mapping[str, torch.Tensor]:
+    """Give a layer what is held in memory: a loan for each new tensor that it takes, a copy for what it has."""
+    parts, loans = {**job.likes, **job.snapshots}, dict[int, torch.Tensor]()
+    near = {id(part): part for part in parts.values() if part.device == device}
 
+    def take(like: torch.Tensor) -> torch.Tensor:
+        if id(like) not in near:
+            return empty(like)
+        return loans.setdefault(id(like), lent(like))
 
-def head_buffers(rows: torch.Tensor) -> list[memoryview]:
-    """The bytes of each head of [heads, rows, dim], without a copy. Each head must be contiguous and on the CPU."""
-    heads, count, width = rows.shape
-    if not rows.numel():
-        return [memoryview(bytearray()) for _ in range(heads)]
-    stride = rows.stride(0)
-    flat = rows.detach().as_strided(((heads - 1) * stride + count * width,), (1,)).view(torch.uint8)
-    whole = memoryview(cast(Any, flat.numpy()))
-    step, size = stride * rows.element_size(), count * width * rows.element_size()
-    return [whole[head * step : head * step + size] for head in range(heads)]
+    if isinstance(job.layer, RoomyLayer) and len(near) == len(parts):
+        job.layer.later = empty
+    targets = job.codec.allocate(job.layer, parts, tokens, device, take)
+    for role, target in targets.items():
+        if target is not loans.get(id(parts[role])):
+            target.copy_(parts[role])
+    if behind is not None:
+        last = job.stretch[1]
+        behind.update({role: row.cpu() for role, row in held.rows(job.number, last, last + 1).items()})
+    return targets

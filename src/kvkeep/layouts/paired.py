@@ -17,7 +17,9 @@ from kvkeep.entry_format import EntryMeta, TensorSpec, tensor_name
 from kvkeep.errors import CacheMismatchError, UnsupportedCacheError
 from kvkeep.layouts.attention import attention_state
 from kvkeep.layouts.base import LayerPlan, LayerState
-from kvkeep.layouts.cachemap import LayerReader, describe_cache, fill_cache
+from kvkeep.layouts.buffers import LayerReader
+from kvkeep.layouts.cachemap import describe_cache, fill_cache
+from kvkeep.layouts.lending import HeldLayers
 from kvkeep.layouts.registry import codec_for
 
 _FULL = LayerPlan("full")
@@ -67,7 +69,7 @@ def fill_paired(
     meta: EntryMeta,
     tensors: Mapping[str, TensorSpec],
     tokens: int,
-    read: Callable[[str], LayerReader],
+    read: Callable[[str], LayerReader | HeldLayers],
     devices: Sequence[torch.device],
     *,
     next_row: bool = False,
@@ -80,7 +82,7 @@ def fill_paired(
         meta: the entry's metadata.
         tensors: its tensors.
         tokens: how many, 0 too.
-        read: gives the reader of ``"layers"`` and of ``"cross"``.
+        read: gives the reader of ``"layers"`` and of ``"cross"``, or what is held of them.
         devices: the device of each layer.
         next_row: as in :func:`~kvkeep.layouts.fill_cache`, which says what is returned and raised, too.
         room: likewise.

@@ -22,16 +22,21 @@ class RoomyLayer(_DynamicLayer):  # type: ignore[misc]
     It can while its tensors are still the views of its own buffers that it made itself. Whoever crops, reorders or
     replaces them, or copies the layer, gets the behaviour of ``DynamicLayer`` from then on.
 
+    What is lent to it is copied into such buffers with the first tokens, and not before.
+
     Attributes:
         room: tokens that a load leaves room for.
+        later: makes the buffers then, from meta tensors like them; ``None`` where it owns what it was filled with.
     """
 
     keys: Any
     values: Any
+    later: Empty | None
 
     def __init__(self, room: int) -> None:
         super().__init__()
         self.room = room
+        self.later = None
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
         self._owner: weakref.ref[RoomyLayer] | None = None
@@ -42,13 +47,19 @@ class RoomyLayer(_DynamicLayer):  # type: ignore[misc]
         compat.fill_dynamic(self, keys[:, :, :rows], values[:, :, :rows], rows)
         self._views = self.keys, self.values
 
+    def borrow(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold lent rows, [1, heads, rows, dim], until the first ones are to be appended."""
+        self._buffers, self._owner = None, weakref.ref(self)
+        compat.fill_dynamic(self, keys, values, keys.shape[2])
+        self._views = self.keys, self.values
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new keys and values, and return all of them."""
         buffers = self._fitting(key_states, value_states)
         if buffers is None:
-            self._buffers = self._views = None
+            self._buffers = self._views = self.later = None
             grown: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return grown
         begin = self.keys.shape[-2]
@@ -62,10 +73,13 @@ class RoomyLayer(_DynamicLayer):  # type: ignore[misc]
         """The buffers, if the new rows can be written behind the others there."""
         if torch.compiler.is_compiling():  # a graph would hold on to where the room was
             return None
-        buffers, views = self._buffers, self._views
-        if buffers is None or views is None or self._owner is None or self._owner() is not self:
+        views = self._views
+        if views is None or self._owner is None or self._owner() is not self:
             return None
         if self.keys is not views[0] or self.values is not views[1] or torch.is_grad_enabled():
+            return None
+        buffers = self._buffers if self.later is None else self._own_later(self.later)
+        if buffers is None:
             return None
         end = views[0].shape[-2] + new[0].shape[-2]
         for buffer, states in zip(buffers, new, strict=True):
@@ -77,9 +91,20 @@ class RoomyLayer(_DynamicLayer):  # type: ignore[misc]
                 return None
         return buffers
 
+    def _own_later(self, empty: Empty) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy what is lent into buffers with room."""
+        self.later, held = None, self.keys.shape[2]
+        wide = []
+        for rows in (self.keys[0], self.values[0]):
+            wide.append(empty(with_room(rows, self.room)))
+            wide[-1][:, :held] = rows
+        buffers = wide[0][None], wide[1][None]
+        self.own(*buffers, held)
+        return buffers
+
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and files: the rows without the room."""
-        state = {**vars(self), "_buffers": None, "_views": None, "_owner": None}
+        state = {**vars(self), "later": None, "_buffers": None, "_views": None, "_owner": None}
         if self._views is not None:
             state["keys"], state["values"] = self.keys.contiguous(), self.values.contiguous()
         return state
@@ -91,16 +116,21 @@ class RoomyCodec(DynamicCodec):
     def allocate(
         self, layer: Any, likes: Mapping[str, torch.Tensor], tokens: int, device: torch.device, empty: Empty
     ) -> Mapping[str, torch.Tensor]:
-        """Destinations at the beginning of buffers with room."""
+        """Destinations at the beginning of buffers with room, or what is lent until there are such."""
+        if layer.later is not None:
+            return super().allocate(layer, likes, tokens, device, empty)
         wide = {role: empty(with_room(like, layer.room)) for role, like in likes.items()}
         layer._buffers = wide["keys"][None], wide["values"][None]
         return {role: one[:, : likes[role].shape[1]] for role, one in wide.items()}
 
     def finish(self, layer: Any, filled: Mapping[str, torch.Tensor], record: LayerRecord, tokens: int) -> None:
-        """Make the layer own its buffers."""
-        layer.own(*layer._buffers, tokens)
+        """Make the layer own its buffers, or hold what is lent to it."""
+        if layer.later is not None:
+            layer.borrow(filled["keys"][None], filled["values"][None])
+        else:
+            layer.own(*layer._buffers, tokens)
 
 
 def with_room(like: torch.Tensor, room: int) -> torch.Tensor:
-    """A meta tensor like [heads, rows, dim] with room for more rows."""
-    return like.new_empty((like.shape[0], like.shape[1] + room, like.shape[2]))
+    """A meta tensor like one of [heads, rows, dim] with room for more rows."""
+    return torch.empty((like.shape[0], like.shape[1] + room, like.shape[2]), dtype=like.dtype, device="meta")

@@ -82,5 +82,9 @@ class Chats:
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError("it does not say whose conversation it is; look at it, and remove it by hand") from None
 
+    def key(self, name: str) -> str:
+        """What the lock of a conversation is called, 32 hex digits: hold it from a look at it to what it leads to."""
+        return digest_fields("kvkeep/chat/1", self._namespace.encode(), name.encode()).hex()
+
     def _file(self, name: str) -> str:
-        return digest_fields("kvkeep/chat/1", self._namespace.encode(), name.encode()).hex() + ".json"
+        return self.key(name) + ".json"

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from kvkeep.entry_format import Header
 from kvkeep.errors import EntryDamagedError, EntryUnknownError, InvalidRequestError, StoreError
@@ -15,6 +15,7 @@ from kvkeep.signing import Keyring
 from kvkeep.storage import entry_writer
 from kvkeep.storage.entry_reader import EntryFile
 from kvkeep.storage.entry_writer import Draft, TensorSource
+from kvkeep.storage.fileio import Temporary, read_at
 from kvkeep.storage.fs import TMP, Directory
 from kvkeep.storage.verified import FileIdentity
 
@@ -72,6 +73,33 @@ class EntryFiles:
             if self._directory.publish(temporary, *_name(key)):
                 return header, True
         return self._stored(key) or header, False
+
+    @contextmanager
+    def arriving(self) -> Iterator[Temporary]:
+        """A file for an entry that comes from elsewhere, to be written, examined and published; else it is gone."""
+        with self._directory.temporary(SUFFIX) as temporary:
+            yield temporary
+
+    def examine(self, temporary: Temporary, key: str) -> EntryFile:
+        """Open what has arrived as the entry of a key. Nothing of it was checked but its header.
+
+        Raises:
+            EntryDamagedError: if it is not a sound entry of this key, or not signed where it must be.
+        """
+        return EntryFile(os.dup(temporary.fd), key, "always", self._keys)
+
+    def publish(self, temporary: Temporary, key: str) -> bool:
+        """Make what has arrived the entry of a key, as durable as :meth:`put` does; ``False`` if there is one."""
+        return self._stored(key) is None and self._directory.publish(temporary, *_name(key))
+
+    def read_whole(self, key: str) -> memoryview:
+        """All bytes of an entry's file. Raises ``OSError``."""
+        fd = self._directory.open_read(*_name(key))
+        try:
+            content = memoryview(bytearray(os.fstat(fd).st_size))
+            return content[: read_at(fd, 0, [content])]
+        finally:
+            os.close(fd)
 
     def _stored(self, key: str) -> Header | None:
         """The header that is stored under a key, if it can be read; one that is damaged makes way."""

@@ -87,6 +87,11 @@ class Directory:
             os.chmod(directory.root, directory._directory_mode)
         return directory
 
+    @property
+    def links(self) -> bool:
+        """Whether the volume has hard links, as far as it is known by now."""
+        return self._links
+
     def space(self) -> tuple[int, int]:
         """Bytes of the volume that this user may still take, and of the whole volume."""
         usage = shutil.disk_usage(self.root)
