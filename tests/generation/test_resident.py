@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matrix_layouts
 import pytest
 import torch
+from tiny_media import build_seeing, seen
 from tiny_models import VOCABULARY, build_tiny, build_toy_tokenizer
 from tiny_pairs import build_pair, heard, spoken
 
@@ -384,6 +386,38 @@ def test_an_encoder_decoder_model_hears_what_it_did(tmp_path: Path, untouched: C
     loaded.reset()
     other = {**heard("bart", 2), "decoder_input_ids": spoken(7)}
     assert not kv.lookup(other).resident
+
+
+def test_pictures_are_compared_as_ids_are(tmp_path: Path) -> None:
+    model = build_seeing("gemma3")
+    kv = CacheStore(tmp_path / "store").bind(model)
+    prompt, other = seen("gemma3", [1, 2]), seen("gemma3", [1, 4])
+    controls = [outcome(model.generate, **one) for one in (prompt, other)]
+    kv.warm(prompt)
+    matches = [kv.lookup(one) for one in (prompt, other)]
+    assert matches[0].tokens > matches[1].tokens > 0
+    kv.preload([prompt])
+    for one, control, match in zip((prompt, other), controls, matches, strict=True):
+        assert kv.lookup(one) == replace(match, resident=True)
+        ours = outcome(kv.generate, dict(one))
+        assert torch.equal(ours[0], control[0])
+        assert (ours[1] - control[1]).abs().max() < 5e-5 * control[1].abs().max()
+        assert kv.last_report is not None
+        assert kv.last_report.resident
+
+
+def test_prepare_and_an_attached_generate_take_it(llama: Any, kv: BoundStore) -> None:
+    ids = random_ids(PROMPT)
+    kv.warm(ids[:, :PREFIX])
+    kv.preload([ids])
+    control = outcome(llama.generate, **masked(ids))
+    ours = outcome(llama.generate, **kv.prepare(ids))
+    with kv.attached():
+        attached = outcome(llama.generate, **masked(ids))
+    for sequences, logits in (ours, attached):
+        assert torch.equal(sequences, control[0])
+        assert (logits - control[1]).abs().max() < TOLERANCE
+    assert kv.store.resident()[0].hits == 2
 
 
 # --- no I/O ---
