@@ -12,6 +12,8 @@ import torch
 from tiny_models import VOCABULARY
 from transformers import PreTrainedModel, pipeline
 
+from kvkeep import CacheStore
+
 ROOT = Path(__file__).parents[2]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -50,7 +52,7 @@ def names(
 
 
 def test_the_readme(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    first, beyond, growing = blocks("README.md")
+    first, beyond, growing, remote = blocks("README.md")
     exec(first, names)
     kv, model = names["kv"], names["model"]
     reused = kv.last_report.reused_tokens
@@ -70,3 +72,7 @@ def test_the_readme(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     assert names["other"].messages == names["chat"].messages
     assert kv.lookup(names["document"] + " More.").tokens > 512
     assert kv.lookup(names["prompts"][0]).tokens > 100
+
+    exec(remote.replace("s3://bucket/prefix", "far"), names)
+    elsewhere = CacheStore("elsewhere", remote="far").bind(model, names["tokenizer"])
+    assert elsewhere.lookup(names["question"]).tokens > 100
