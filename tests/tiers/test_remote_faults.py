@@ -35,7 +35,7 @@ def unbroken(store: CacheStore) -> CacheStore:
     return open_store(store.path, store._remote.tier)
 
 
-@pytest.mark.requirement("R35", part=True)
+@pytest.mark.requirement("R35")
 @pytest.mark.parametrize("where", ["marks", "entries"])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_whatever_goes_wrong_is_a_miss_or_the_right_answer(tmp_path, s3, kind, where):
@@ -62,7 +62,7 @@ def test_whatever_goes_wrong_is_a_miss_or_the_right_answer(tmp_path, s3, kind, w
     assert served_bytes(unbroken(two), made) == bytes_of(made)
 
 
-@pytest.mark.requirement("R35", part=True)
+@pytest.mark.requirement("R35")
 @pytest.mark.parametrize("kind", ["hang", "nobody"])
 def test_an_outage_costs_one_short_wait_and_then_nothing(tmp_path, s3, kind, figures):
     one, two = stores(tmp_path, s3)
