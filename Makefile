@@ -19,6 +19,9 @@ NOT_ROOT := $(if $(filter 0,$(shell id -u)),, and not root)
 JOBS ?= 2
 PARALLEL := --numprocesses $(JOBS) --dist loadfile
 
+# What knows nothing of transformers is tested beside one version of it.
+ONCE := $(addprefix --ignore=tests/,bench crash engine storage)
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 # Where this is set, every process compiles kvkeep and the tests anew.
@@ -38,12 +41,12 @@ bench: $(ENV)/.ready ## Measures kvkeep beside the machine's own speed
 
 test: setup lint system models ## Runs the checks and the tests, with both versions of transformers
 	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL)
-	$(OLD)/bin/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL)
+	$(OLD)/bin/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL) $(ONCE)
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")
 
 test-all: setup system models ## Runs the slow tests, with both versions of transformers
 	$(call slow_tests,$(BIN)/python)
-	$(call slow_tests,$(OLD)/bin/python)
+	$(call slow_tests,$(OLD)/bin/python,$(ONCE))
 	@$(if $(NOT_ROOT),echo "Left out: the tests that need root.")
 
 coverage: setup system models ## Says which lines the tests do not run
@@ -78,7 +81,7 @@ system:
 
 # pytest ends with 5 when no test is selected.
 define slow_tests
-$(1) -m pytest -m "slow$(NOT_ROOT)" $(PARALLEL) || { status=$$?; [ $$status = 5 ] && echo "No slow test yet." || exit $$status; }
+$(1) -m pytest -m "slow$(NOT_ROOT)" $(PARALLEL) $(2) || { status=$$?; [ $$status = 5 ] && echo "No slow test yet." || exit $$status; }
 endef
 
 # torch first, alone: what depends on it then finds it there and cannot pull in another build. mistral-common asks for an

@@ -2,7 +2,7 @@
 
 A test says what it proves with ``@pytest.mark.requirement("R1")``, or with ``part=True`` that it proves a part. What is
 not proved yet is listed with what is missing; such a requirement has parts alone, and the run fails when it has more.
-A run of some tests only (a path, ``-k``, ``--lf``) is not judged.
+A run of some tests only (a path, ``-k``, ``--ignore``, ``--lf``) is not judged.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def kinds_of_run(config: pytest.Config) -> frozenset[str] | None:
     option = config.option
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return None
-    if option.keyword or option.deselect or getattr(option, "lf", False) or getattr(option, "stepwise", False):
+    if option.keyword or option.deselect or option.ignore:
+        return None
+    if getattr(option, "lf", False) or getattr(option, "stepwise", False):
         return None
     return _KINDS.get(option.markexpr)

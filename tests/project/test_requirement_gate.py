@@ -67,6 +67,7 @@ def test_a_requirement_that_is_not_listed_is_refused(pytester: pytest.Pytester) 
         (["-k", "some"], None),
         (["tests/test_some.py"], None),
         (["--deselect", "tests/test_some.py"], None),
+        (["--ignore=tests/test_some.py"], None),
     ],
 )
 def test_which_runs_are_full(pytester: pytest.Pytester, options: list[str], expected: set[str] | None) -> None:
