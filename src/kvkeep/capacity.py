@@ -104,6 +104,7 @@ class Capacity:
         dropped = self._exchange(row, over)
         if made.limit is not None:
             self._files.remove(row.key)
+            self._catalog.removed(row.key)
             self._refuse(row, made)
         self._remove_files(dropped, self._refs.pinned)
 
