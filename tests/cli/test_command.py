@@ -44,6 +44,8 @@ def test_help_of_each_command(name):
     assert result.exit_code == 0
     assert ("--store PATH" in result.stdout) == (name != "bench")  # bench has a store of its own
     assert ("--format [human|json]" in result.stdout) == (name != "init")
+    shown = " ".join(result.stdout.split())
+    assert f"Example: kvkeep {name}" in shown or f"Examples: kvkeep {name}" in shown or name == "init"
 
 
 def test_version():
@@ -153,6 +155,7 @@ def test_a_table_on_a_terminal(store, start):
     [
         ["ls"],
         ["ls", "--format", "json"],
+        ["ls", "--tree", "--filter", "accessed<7d", "--sort", "hits"],
         ["inspect", "two"],
         ["verify"],
         ["stats"],

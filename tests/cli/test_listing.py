@@ -53,6 +53,8 @@ def test_ls_as_json(store, both, kvkeep):
         "model": two.identity.model,
         "tokenizer": two.identity.tokenizer,
         "namespace": two.namespace,
+        "hits": 0,
+        "accessed": two.created,
     }
 
 

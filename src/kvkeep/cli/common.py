@@ -48,6 +48,11 @@ def format_option(function: F) -> F:
     )
 
 
+def examples(*commands: str) -> str:
+    """What ``--help`` shows at its end: a command a line."""
+    return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
+
+
 def open_store(path: Path | None, *, write: bool | None = False, **settings: Any) -> CacheStore:
     """Open a store that is there: to write if ``write``, else in the way that works without the right to write.
 

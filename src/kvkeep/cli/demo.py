@@ -30,6 +30,8 @@ def command(store: Path | None, model: str | None, gemma: bool, format: Format) 
     answers the same without a store. Times are medians of alternating pairs; loading the model is not in them.
 
     The store is --store, otherwise ./cache_store if it is one, otherwise the default one.
+
+    Example: kvkeep demo --gemma
     """
     from kvkeep.demo.run import choose_models, choose_store, run_demo
 

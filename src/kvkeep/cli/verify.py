@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.chains import as_tree, chain_of
+from kvkeep.cli.choosing import Choice, choosing_options
 from kvkeep.cli.common import (
     SHORT_KEY,
     Format,
     emit_json,
     entries_word,
     entry_files,
+    examples,
     format_option,
     open_store,
     say,
@@ -27,23 +29,31 @@ if TYPE_CHECKING:
     from kvkeep.store import CacheStore
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    epilog=examples(
+        "kvkeep verify handbook",
+        "kvkeep verify --filter 'accessed<1d' --sort hits",
+    ),
+)
 @click.argument("wanted", metavar="[KEY|NAME]...", nargs=-1)
 @click.option(
     "--key-file", type=click.Path(path_type=Path), help="Keys, one of which must have signed; else $KVKEEP_KEY_FILE."
 )
+@choosing_options
 @format_option
 @store_option
-def command(store: Path | None, wanted: tuple[str, ...], key_file: Path | None, format: Format) -> None:
+def command(store: Path | None, wanted: tuple[str, ...], key_file: Path | None, choice: Choice, format: Format) -> None:
     """Check every byte of the entries, or of those given by key, start of a key or name with what these continue.
+
+    Or of those that --model, --name and --filter leave, in the order of --sort, so that Ctrl-C can end it when the most
+    important ones are checked.
 
     Prints one line an entry. A damaged entry is set aside, where no lookup finds it, and the exit code is 5. With keys,
     entries that none of them has signed are told in the same way, and stay.
-
-    Example: kvkeep verify handbook
     """
     opened = open_store(store, key=key_file)
-    targets = _targets(opened, wanted)
+    targets = _targets(opened, wanted, choice)
     results: list[tuple[str, tuple[str, ...], str | None]] = []
     lines_show_it = format == "human" and sys.stdout.isatty()
     with progress_bars("entries", wanted=not lines_show_it) as update:
@@ -61,10 +71,11 @@ def command(store: Path | None, wanted: tuple[str, ...], key_file: Path | None, 
     say(f"{entries_word(len(results))} whole")
 
 
-def _targets(opened: CacheStore, wanted: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _targets(opened: CacheStore, wanted: tuple[str, ...], choice: Choice) -> dict[str, tuple[str, ...]]:
     """The keys to check, with their names: also of files that the index has not heard of. Parents before children."""
-    if wanted:
-        chosen = [opened.entry(text) for text in wanted]
+    if wanted or choice or choice.order is not None:
+        given = [opened.entry(text) for text in wanted] if wanted else opened.entries()
+        chosen = [known.entry for known in choice.of(given, opened)]
         entries = {entry.key: entry for entry in opened.entries()}
         return {link.key: link.names for entry in chosen for link in chain_of(entries, entry)[0]}
     targets = {entry.key: entry.names for _, entry in as_tree(opened.entries())}
