@@ -128,14 +128,21 @@ class Collector:
         self._collect_locks()
         self._collect_orphans()
         self._collect_expired()
-        limit, short = self._collect_excess()
-        left = self._left()
+        return self._report(len(indexed), len(dropped), *self._collect_excess())
+
+    def repair(self) -> Collection:
+        """Only what is out of order: rows and files that do not agree, and entries that continue what is gone."""
+        indexed, dropped = self._catalog.mend(lambda key: True)
+        self._collect_orphans()
+        return self._report(len(indexed), len(dropped), None, 0)
+
+    def _report(self, indexed: int, dropped: int, limit: LimitName | None, short: int) -> Collection:
         return Collection(
             removed=tuple(self._removed),
             failed=tuple(self._failed),
-            indexed=len(indexed),
-            dropped=len(dropped),
-            used=sum(row.nbytes for row in left.values()),
+            indexed=indexed,
+            dropped=dropped,
+            used=sum(row.nbytes for row in self._left().values()),
             max_bytes=self._capacity.limits.max_bytes,
             limit=limit,
             short=short,

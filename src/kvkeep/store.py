@@ -375,12 +375,18 @@ class CacheStore:
             self._catalog.damaged(key, error)
             return None
 
-    def verify(self, key: str) -> str | None:
-        """Check every byte of an entry: ``None`` if it is whole, else what is wrong. A damaged one is set aside."""
+    def verify(self, key: str, *, read_data: bool = True) -> str | None:
+        """Check every byte of an entry: ``None`` if it is whole, else what is wrong. A damaged one is set aside.
+
+        Without ``read_data`` only its header and ids, and that what it continues is there.
+        """
         place = Place(key)
         try:
             with open_entry(self._files, place) as file:
-                file.verify_all()
+                if read_data:
+                    file.verify_all()
+                else:
+                    file.read_ids()
         except FileNotFoundError:
             return "the file is gone" if place.key == key else f"the entry {place.key} that it continues is gone"
         except EntryDamagedError as error:
@@ -527,6 +533,18 @@ class CacheStore:
                 quarantine_days=quarantine_days,
                 dry_run=dry_run,
             ).collect()
+
+    def repair(self) -> Collection:
+        """Make rows and files agree, and remove the entries that continue what is gone.
+
+        What is damaged inside is found by :meth:`verify`. Safe beside other processes; none has to be told.
+
+        Raises:
+            StoreReadOnlyError: if this store never writes.
+        """
+        self.check_writable()
+        with changing(self.path):
+            return Collector(self._directory, self._catalog, self._refs, self._capacity, grace=0).repair()
 
     def flush(self) -> None:
         """Make durable what was stored with ``durability="batch"``, and let other processes find it.
