@@ -40,9 +40,9 @@ def test_the_names() -> None:
     assert all(getattr(kvkeep, name) is not None for name in kvkeep.__all__)
     bound = "attach attached chat detach explain generate identity load lookup preload prepare refresh save"
     store = "bind check_fits check_writable descendants entries entry failed fetch find flush gc get ground header"
-    store += " locked name nearby push put read_ids recorded_by_stranger refute remove remove_namespace repair resident serve"
+    store += " locked name nearby push put read_ids recorded_by_stranger refute remove remove_namespace repair resident"
     assert public(kvkeep.BoundStore) == [*bound.split(), "to_legacy", "warm", "warm_shared"]
-    assert public(kvkeep.CacheStore) == [*store.split(), "supersede", "verify"]
+    assert public(kvkeep.CacheStore) == [*store.split(), "serve", "supersede", "verify"]
     with pytest.raises(AttributeError, match="nothing_of_ours"):
         kvkeep.nothing_of_ours  # noqa: B018
 
