@@ -82,10 +82,10 @@ def _kept(storing: Storing, inputs: Inputs, progress: Progress | None, boundarie
 
 def _stored(storing: Storing, key: EntryKey, inputs: Inputs, cuts: Collection[int]) -> Entry | None:
     """The entry, if it is stored with all of its boundaries."""
-    entry = storing.store.get(key.hash)
+    entry = storing.store.fetch(key)
     if entry is None or not holds_state(storing.live):
         return entry
-    if all(storing.store.get(storing.key(inputs.first(cut)).hash) for cut in cuts):
+    if all(storing.store.fetch(storing.key(inputs.first(cut))) for cut in cuts):
         return entry
     full = storing.store.ground(entry.key, entry.end).parent != entry.key  # a chain that takes no further entry
     return entry if full else None

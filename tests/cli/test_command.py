@@ -33,6 +33,7 @@ def test_help_names_every_command_and_the_exit_codes():
         "rm",
         "stats",
         "explain",
+        "push",
         "bench",
     ]
     assert "  130  ended with Ctrl-C\n" in result.stdout

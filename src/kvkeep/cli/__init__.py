@@ -24,6 +24,7 @@ COMMANDS = {
     "rm": "kvkeep.cli.rm",
     "stats": "kvkeep.cli.stats",
     "explain": "kvkeep.cli.explain",
+    "push": "kvkeep.cli.push",
     "bench": "kvkeep.cli.bench",
 }
 """The subcommands in the order of ``--help``, with the modules whose ``command`` they are."""

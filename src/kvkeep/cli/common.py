@@ -48,6 +48,16 @@ def format_option(function: F) -> F:
     )
 
 
+def remote_option(function: F) -> F:
+    """``--remote URL``."""
+    return click.option(
+        "--remote",
+        metavar="URL|PATH",
+        envvar="KVKEEP_REMOTE",
+        help="What hosts share, such as s3://bucket/prefix; otherwise $KVKEEP_REMOTE.",
+    )(function)
+
+
 def examples(*commands: str) -> str:
     """What ``--help`` shows at its end: a command a line."""
     return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
