@@ -48,7 +48,24 @@ def test_a_manager_of_them_is_reported_as_not_served(llama: Any, kv: BoundStore)
     assert set(compat.BATCHING).isdisjoint(vars(llama))
 
 
+@pytest.fixture
+def few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``generate`` makes the settings of pages itself, they take most of the memory that is free."""
+    if not compat.CHUNKS:
+        return
+    from transformers.generation.continuous_batching import continuous_api
+
+    resolve = continuous_api.resolve_continuous_batching_config
+
+    def few(*args: Any, cb_config: Any, **kwargs: Any) -> Any:
+        cb_config.num_blocks, cb_config.max_batch_tokens = 16, 32
+        return resolve(*args, cb_config=cb_config, **kwargs)
+
+    monkeypatch.setattr(continuous_api, "resolve_continuous_batching_config", few)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_pages")
 def test_a_paged_cache_generates_as_without_a_store(llama: Any, kv: BoundStore) -> None:
     paged: dict[str, Any] = {"generation_config": config(), "cache_implementation": "paged"}
     if not compat.CHUNKS:  # 4.57 knows such caches in batches alone, which it runs on accelerators
