@@ -37,7 +37,7 @@ demo: $(ENV)/.ready ## Runs the demo on a real model
 	@$(BIN)/kvkeep demo
 
 bench: $(ENV)/.ready ## Measures kvkeep beside the machine's own speed
-	@$(BIN)/kvkeep bench
+	@$(BIN)/kvkeep bench --quick
 
 test: setup lint system models ## Runs the checks and the tests, with both versions of transformers
 	$(BIN)/python -m pytest -m "not slow$(NOT_ROOT)" $(PARALLEL)

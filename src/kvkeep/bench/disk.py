@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvkeep import compat
+from kvkeep.bench.forgetting import CAN_FORGET, forget
 from kvkeep.bench.models import VOCABULARY, cache_model
 from kvkeep.bench.rows import Row
 from kvkeep.bench.sizes import Sizes
@@ -43,7 +44,8 @@ def measure_disk(directory: Path, sizes: Sizes, progress: Progress) -> Iterator[
     del save  # and the cache in it
     ids = torch.tensor([prompt.tolist()])
     path = _file(directory, entry.key)
-    size = f"{entry.nbytes / 1e6:.0f} MB, page cache warm, {_SHAPE}"
+    shape = f"{entry.nbytes / 1e6:.0f} MB, {_SHAPE}"
+    size = f"page cache warm, {shape}"
 
     def load(verify: Verify) -> Callable[[], Any]:
         def run() -> Any:
@@ -72,6 +74,7 @@ def measure_disk(directory: Path, sizes: Sizes, progress: Progress) -> Iterator[
         "for lookup and identity check) to preadv of the same bytes into memory of the same kind, "
         f"used before ({_ms(raw)}): {size}",
     )
+    yield _cold(path, load("first"), shape, sizes, progress)
     never, always = medians("verification", load("never"), load("always"), times=sizes.loads, progress=progress)
     yield Row(
         name="verification",
@@ -80,6 +83,30 @@ def measure_disk(directory: Path, sizes: Sizes, progress: Progress) -> Iterator[
         bar=1.25,
         at="most",
         compared=f"time of kv.load with verify='always' ({_ms(always)}) to verify='never' ({_ms(never)}): {size}",
+    )
+
+
+def _cold(path: Path, load: Callable[[], Any], size: str, sizes: Sizes, progress: Progress) -> Row:
+    """The same with none of the file's pages in memory, on either side."""
+
+    def clear() -> None:
+        forget([path])
+
+    if not CAN_FORGET:
+        figure, words = None, "not measured: this system cannot be asked to drop the pages of a file"
+    else:
+        clear()
+        raw, ours = medians("load, cold", _reader(path), load, times=sizes.cold_loads, progress=progress, between=clear)
+        figure = raw / ours
+        words = f"({_ms(ours)}) to preadv of the same bytes from its beginning to its end ({_ms(raw)})"
+    return Row(
+        name="load, disk cold",
+        figure=figure,
+        unit="ratio",
+        bar=0.9,
+        at="least",
+        compared=f"rate of kv.load with the entry's pages dropped before {words}: {size}; below this system a "
+        "hypervisor may still hold them",
     )
 
 

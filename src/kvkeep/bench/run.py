@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from kvkeep.bench.calls import measure_calls
+from kvkeep.bench.copies import measure_copies
 from kvkeep.bench.disk import measure_disk
 from kvkeep.bench.identity import measure_identity
 from kvkeep.bench.rows import Row
@@ -18,6 +19,7 @@ from kvkeep.bench.timing import Progress
 _MEASUREMENTS = {
     "disk": measure_disk,
     "identity": measure_identity,
+    "copies": measure_copies,
     "calls": measure_calls,
     "startup": measure_startup,
     "search": measure_search,
